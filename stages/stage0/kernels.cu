@@ -1,0 +1,340 @@
+/* stages/stage0/kernels.cu: tangled from layer.nw; change it there. */
+/* Stage 0: one kernel for each of the 43 operations of the eager layer. */
+#include <stdint.h>
+#include <math.h>
+#ifdef __CUDACC__
+/* device: common */
+#include <stdint.h>
+#include <stddef.h>
+#include <string.h>
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+#define THREADS(n) __launch_bounds__(n, 1)
+#define CPU_KERNEL(name, argument)
+
+/* device: sixteen bytes, and the bits of a float */
+typedef struct bits128 {
+    uint32_t v[4];
+} __attribute__((aligned(16))) bits128;
+
+DEVICE uint32_t f32_bits(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+DEVICE float bits_f32(uint32_t bits)
+{
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+/* device: bfloat16 */
+DEVICE float bf16_to_f32(uint16_t h)
+{
+    return bits_f32((uint32_t)h << 16);
+}
+DEVICE uint16_t f32_to_bf16(float f)
+{
+    uint32_t bits = f32_bits(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+DEVICE char *shared_memory(void)
+{
+    extern __shared__ __align__(1024) char dynamic_shared[];
+    return dynamic_shared;
+}
+DEVICE uint32_t shared_address(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* PTX: warps */
+DEVICE float shfl_xor_f32(float x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+DEVICE uint32_t shfl_xor_u32(uint32_t x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+DEVICE float shfl_f32(float x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+DEVICE uint32_t shfl_u32(uint32_t x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+DEVICE uint32_t ballot(int predicate)
+{
+    return __ballot_sync(0xffffffffu, predicate);
+}
+#else
+#include "device.h"
+#endif
+
+/* stage 0: the operands of a kernel */
+/* a position, given or to be found on the device */
+struct position {
+    const int64_t *at;   /* device memory, or null */
+    int64_t given;       /* the position when at is null */
+    int64_t rows;        /* of the cache: valid positions are below */
+};
+
+struct operands {
+    const uint16_t *a, *b;   /* bf16 inputs */
+    const float *f, *g;      /* single-precision inputs */
+    uint16_t *out;           /* the result, if it is bf16 */
+    float *f_out;            /* the result, if it is single precision */
+    int64_t n, m;            /* sizes, as each kernel says */
+    float scale;
+    struct position pos;
+    uint32_t *status;        /* where a position out of range is remembered */
+};
+
+/* stage 0: the operands of attention */
+struct attention_args {
+    const uint16_t *q, *p;   /* [n_q][hd]; [n_q][bound] */
+    const uint16_t *cache;   /* [n_kv][rows][hd], of keys or of values */
+    float *scores;           /* [n_q][bound] */
+    float *probabilities;    /* [n_q][bound] */
+    uint16_t *out;           /* [n_q][hd] */
+    int64_t n_q, n_kv, hd, bound;
+    float scale;             /* 1 / sqrt(hd) */
+    struct position pos;
+};
+
+/* stage 0: small helpers */
+DEVICE int64_t thread_index(void)
+{
+    return (int64_t)blockIdx.x * (int64_t)blockDim.x + (int64_t)threadIdx.x;
+}
+
+/* a position that is valid, or -1 */
+DEVICE int64_t position(struct position p)
+{
+    int64_t pos = p.at ? *p.at : p.given;
+    return pos >= 0 && pos < p.rows ? pos : -1;
+}
+
+/* stage 0: pointwise kernels */
+KERNEL to_f32(struct operands o)        /* f_out[n] = a[n] */
+{
+    int64_t i = thread_index();
+    if (i < o.n) o.f_out[i] = bf16_to_f32(o.a[i]);
+}
+CPU_KERNEL(to_f32, struct operands)
+
+KERNEL to_bf16(struct operands o)       /* out[n] = f[n], rounded to nearest even */
+{
+    int64_t i = thread_index();
+    if (i < o.n) o.out[i] = f32_to_bf16(o.f[i]);
+}
+CPU_KERNEL(to_bf16, struct operands)
+
+KERNEL square(struct operands o)        /* f_out[n] = f[n]^2 */
+{
+    int64_t i = thread_index();
+    if (i < o.n) o.f_out[i] = o.f[i] * o.f[i];
+}
+CPU_KERNEL(square, struct operands)
+
+KERNEL add_eps(struct operands o)       /* f_out[1] = f[1] + scale */
+{
+    if (thread_index() == 0) o.f_out[0] = o.f[0] + o.scale;
+}
+CPU_KERNEL(add_eps, struct operands)
+
+KERNEL inverse_root(struct operands o)  /* f_out[1] = 1 / sqrt(f[1]) */
+{
+    if (thread_index() == 0) o.f_out[0] = rsqrtf(o.f[0]);
+}
+CPU_KERNEL(inverse_root, struct operands)
+
+KERNEL scale_by(struct operands o)      /* f_out[n] = f[n] * g[1] */
+{
+    int64_t i = thread_index();
+    if (i < o.n) o.f_out[i] = o.f[i] * o.g[0];
+}
+CPU_KERNEL(scale_by, struct operands)
+
+KERNEL multiply(struct operands o)      /* out[n] = a[n] * b[n] */
+{
+    int64_t i = thread_index();
+    if (i < o.n) o.out[i] = f32_to_bf16(bf16_to_f32(o.a[i]) * bf16_to_f32(o.b[i]));
+}
+CPU_KERNEL(multiply, struct operands)
+
+KERNEL add(struct operands o)           /* out[n] = a[n] + b[n] */
+{
+    int64_t i = thread_index();
+    if (i < o.n) o.out[i] = f32_to_bf16(bf16_to_f32(o.a[i]) + bf16_to_f32(o.b[i]));
+}
+CPU_KERNEL(add, struct operands)
+
+KERNEL silu(struct operands o)          /* out[n] = a[n] / (1 + exp(-a[n])) */
+{
+    int64_t i = thread_index();
+    if (i >= o.n) return;
+    float a = bf16_to_f32(o.a[i]);
+    o.out[i] = f32_to_bf16(a / (1.0f + expf(-a)));
+}
+CPU_KERNEL(silu, struct operands)
+
+/* stage 0: the mean of the squares */
+/* add up one value of every thread in a block */
+DEVICE float warp_sum(float v)
+{
+    for (int m = 16; m; m >>= 1) v += shfl_xor_f32(v, m);
+    return v;
+}
+
+DEVICE float block_sum(float v, float *shared)   /* shared[32] */
+{
+    int warps = (int)blockDim.x / 32;
+    v = warp_sum(v);
+    __syncthreads();                             /* shared may still be read */
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = 0;
+    for (int w = 0; w < warps; w++) v += shared[w];
+    return v;
+}
+
+KERNEL mean(struct operands o)          /* f_out[1] = mean of f[n]; one block */
+{
+    float sum = 0;
+    for (int64_t i = threadIdx.x; i < o.n; i += blockDim.x) sum += o.f[i];
+    sum = block_sum(sum, (float *)shared_memory());
+    if (threadIdx.x == 0) o.f_out[0] = sum / (float)o.n;
+}
+CPU_KERNEL(mean, struct operands)
+
+DEVICE float block_max(float v, float *shared)   /* shared[32] */
+{
+    int warps = (int)blockDim.x / 32;
+    for (int m = 16; m; m >>= 1) v = fmaxf(v, shfl_xor_f32(v, m));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int w = 0; w < warps; w++) v = fmaxf(v, shared[w]);
+    return v;
+}
+
+/* stage 0: a GEMV, one warp a row */
+KERNEL gemv(struct operands o)          /* out[n] = a[n][m] b[m] */
+{
+    int64_t row = thread_index() / 32;
+    if (row >= o.n) return;
+    float sum = 0;
+    for (int64_t i = threadIdx.x % 32; i < o.m; i += 32)
+        sum = fmaf(bf16_to_f32(o.a[row * o.m + i]), bf16_to_f32(o.b[i]), sum);
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) o.out[row] = f32_to_bf16(sum);
+}
+CPU_KERNEL(gemv, struct operands)
+
+/* stage 0: RoPE */
+KERNEL times_cos(struct operands o)     /* f_out[n][m] = a[n][m] * f[pos][m] */
+{
+    int64_t i = thread_index(), pos = position(o.pos);
+    if (i >= o.n * o.m || pos < 0) return;
+    o.f_out[i] = bf16_to_f32(o.a[i]) * o.f[pos * o.m + i % o.m];
+}
+CPU_KERNEL(times_cos, struct operands)
+
+KERNEL negate_half(struct operands o)   /* out[n][m/2] = -a[n][m/2 ..] */
+{
+    int64_t i = thread_index(), half = o.m / 2;
+    if (i >= o.n * half) return;
+    o.out[i] = o.a[i / half * o.m + half + i % half] ^ 0x8000;
+}
+CPU_KERNEL(negate_half, struct operands)
+
+KERNEL concatenate(struct operands o)   /* out[n][m] = b[n][m/2], a[n][.. m/2] */
+{
+    int64_t i = thread_index(), half = o.m / 2, head = i / o.m, j = i % o.m;
+    if (i >= o.n * o.m) return;
+    o.out[i] = j < half ? o.b[head * half + j] : o.a[head * o.m + j - half];
+}
+CPU_KERNEL(concatenate, struct operands)
+
+KERNEL add_times_sin(struct operands o) /* f_out[n][m] = g[n][m] + a[n][m] f[pos][m] */
+{
+    int64_t i = thread_index(), pos = position(o.pos);
+    if (i >= o.n * o.m || pos < 0) return;
+    o.f_out[i] = o.g[i] + bf16_to_f32(o.a[i]) * o.f[pos * o.m + i % o.m];
+}
+CPU_KERNEL(add_times_sin, struct operands)
+
+/* stage 0: attention */
+KERNEL append(struct operands o)        /* out[n][rows][m], row pos, = a[n][m] */
+{
+    int64_t i = thread_index(), pos = position(o.pos);
+    if (i >= o.n * o.m || pos < 0) return;
+    o.out[(i / o.m * o.pos.rows + pos) * o.m + i % o.m] = o.a[i];
+}
+CPU_KERNEL(append, struct operands)
+
+KERNEL score(struct attention_args o)   /* scores[n_q][bound]; a warp an element */
+{
+    int64_t unit = thread_index() / 32, head = unit % o.n_q, key = unit / o.n_q;
+    if (key > position(o.pos)) return;
+    const uint16_t *q = o.q + head * o.hd;
+    const uint16_t *k = o.cache + (head / (o.n_q / o.n_kv) * o.pos.rows + key) * o.hd;
+    float sum = 0;
+    for (int64_t i = threadIdx.x % 32; i < o.hd; i += 32)
+        sum = fmaf(bf16_to_f32(q[i]), bf16_to_f32(k[i]), sum);
+    sum = warp_sum(sum) * o.scale;
+    if (threadIdx.x % 32 == 0) o.scores[head * o.bound + key] = sum;
+}
+CPU_KERNEL(score, struct attention_args)
+
+KERNEL softmax(struct attention_args o) /* probabilities[n_q][bound]; a block a head */
+{
+    float *shared = (float *)shared_memory();
+    int64_t keys = position(o.pos) + 1, t = threadIdx.x, step = blockDim.x;
+    const float *s = o.scores + blockIdx.x * o.bound;
+    float *p = o.probabilities + blockIdx.x * o.bound, max = -INFINITY, sum = 0;
+    for (int64_t i = t; i < keys; i += step) max = fmaxf(max, s[i]);
+    max = block_max(max, shared);
+    for (int64_t i = t; i < keys; i += step) sum += expf(s[i] - max);
+    sum = block_sum(sum, shared);
+    for (int64_t i = t; i < keys; i += step) p[i] = expf(s[i] - max) / sum;
+}
+CPU_KERNEL(softmax, struct attention_args)
+
+KERNEL weighted_values(struct attention_args o)  /* out[n_q][hd]; a block a head */
+{
+    float *partial = (float *)shared_memory();   /* [groups][hd] */
+    int64_t keys = position(o.pos) + 1, head = blockIdx.x;
+    int64_t i = threadIdx.x % o.hd, group = threadIdx.x / o.hd, groups = blockDim.x / o.hd;
+    const uint16_t *v = o.cache + head / (o.n_q / o.n_kv) * o.pos.rows * o.hd;
+    const uint16_t *p = o.p + head * o.bound;
+    float sum = 0;
+    for (int64_t key = group; key < keys; key += groups)
+        sum = fmaf(bf16_to_f32(p[key]), bf16_to_f32(v[key * o.hd + i]), sum);
+    partial[group * o.hd + i] = sum;
+    __syncthreads();
+    if (group) return;
+    for (int64_t g = 1; g < groups; g++) sum += partial[g * o.hd + i];
+    o.out[head * o.hd + i] = f32_to_bf16(sum);
+}
+CPU_KERNEL(weighted_values, struct attention_args)
+
+/* stage 0: the last addition */
+KERNEL last_add(struct operands o)      /* out[n] = a[n] + b[n], or NaN */
+{
+    int64_t i = thread_index();
+    int valid = position(o.pos) >= 0;
+    if (!valid && i == 0) *o.status = 4;   /* LAYER_BAD_POSITION */
+    if (i >= o.n) return;
+    float sum = bf16_to_f32(o.a[i]) + bf16_to_f32(o.b[i]);
+    o.out[i] = valid ? f32_to_bf16(sum) : 0x7fc0;
+}
+CPU_KERNEL(last_add, struct operands)

@@ -1,0 +1,108 @@
+"""What the tests share: where things are, running make, the chunks of layer.nw."""
+import contextlib
+import fcntl
+import functools
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+STAGES = sorted(p.parent.name for p in ROOT.glob("stages/stage*/driver.c"))
+PARTS = ["Makefile", "layer.nw", "stages", "paper", "tests", "README.md", "LICENSE"]
+
+
+def clean_environment(**more):
+    """The environment without what an outer make leaves in it."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PYTEST_"))}
+    for name in "D FFN NQ NKV HD PREFILL SEED DEBUG LINE CPU_SEED CPU_SMS".split():
+        env.pop(name, None)
+    return {**env, **more}
+
+
+def run(command, cwd=ROOT, timeout=300, **env):
+    """Runs a command; returns its exit status and its output and messages together."""
+    done = subprocess.run(command, cwd=cwd, env=clean_environment(**env), timeout=timeout,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, errors="replace")
+    return done.returncode, done.stdout
+
+
+def make(*targets, cwd=ROOT, **kw):
+    return run(["make", *targets], cwd=cwd, **kw)
+
+
+def must_make(*targets, **kw):
+    status, output = make(*targets, **kw)
+    assert status == 0, f"make {' '.join(targets)} failed:\n{output}"
+    return output
+
+
+@contextlib.contextmanager
+def alone():
+    """Of several tests at once, one may build in the working tree."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def build(target):
+    """Builds a file in the working tree, unless it is up to date, and returns its path."""
+    with alone():
+        must_make("-s", "-j2", target)
+    return ROOT / target
+
+
+def copy_to(folder):
+    folder.mkdir(parents=True)
+    for name in PARTS:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy2(source, folder / name)
+    return folder
+
+
+def roots():
+    """The files that the Makefile says layer.nw tangles into."""
+    return must_make("-s", "roots").split()
+
+
+def files(folder):
+    """Each file below a folder with its bytes."""
+    return {str(p.relative_to(folder)): p.read_bytes()
+            for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@functools.lru_cache(None)
+def gpu_is_here():
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
+        return False
+    return b"GPU" in listed.stdout and nvcc() is not None
+
+
+def nvcc():
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def chunks(web):
+    """The chunks of a web: (line number, name, lines of code), one for each definition."""
+    found, body = [], None
+    for number, line in enumerate(web.splitlines(), 1):
+        start = re.match(r"<<(.*)>>=\s*$", line)
+        if start:
+            body = []
+            found.append((number, start.group(1), body))
+        elif re.match(r"@(\s|$)", line):
+            body = None
+        elif body is not None:
+            body.append(line.replace("@<<", "<<").replace("@>>", ">>"))
+    for _, _, body in found:
+        while body and not body[-1].strip():
+            body.pop()
+    return found
