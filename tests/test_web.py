@@ -37,19 +37,26 @@ def faults(web):
 
 def test_chunks_are_short_and_narrow():
     wrong = faults(WEB)
-    assert not wrong, "\n" + "\n".join(wrong)
+    if wrong:
+        pytest.fail("\n" + "\n".join(wrong), pytrace=False)
 
 
-@pytest.mark.parametrize("fault", [
-    "<<long>>=\n" + "x;\n" * 41,
-    "<<wide>>=\n" + "x" * 89 + "\n",
-    "<<tab>>=\n\tx;\n",
-    "<<empty>>=\n@\n",
-    "".join(f"<<n{i}>>=\n" + "x;\n" * 13 + "@\n" for i in range(2000)),
-    "".join(f"<<n{i}>>=\n" + "x;\n" * 26 + "@\n" for i in range(200)),
-], ids=["long", "wide", "tab", "empty", "median", "tenth"])
-def test_a_bad_chunk_is_found(fault):
-    assert len(faults(WEB + "@\n" + fault)) > len(faults(WEB))
+GOOD = "".join(f"<<n{i}>>=\n" + "x;\n" * 12 + "@\n" for i in range(20))
+
+
+@pytest.mark.parametrize("fault, words", [
+    ("<<long>>=\n" + "x;\n" * 41, "41 lines, more than 40"),
+    ("<<wide>>=\n" + "x" * 89 + "\n", "89 columns"),
+    ("<<tab>>=\n\tx;\n", "a tab"),
+    ("<<blank>>=\nx; \n", "blanks at the end"),
+    ("<<empty>>=\n@\n", "an empty chunk"),
+    ("".join(f"<<m{i}>>=\n" + "x;\n" * 13 + "@\n" for i in range(21)), "the median"),
+    ("".join(f"<<m{i}>>=\n" + "x;\n" * 26 + "@\n" for i in range(3)), "more than a tenth"),
+], ids=["long", "wide", "tab", "blank", "empty", "median", "tenth"])
+def test_a_bad_chunk_is_found(fault, words):
+    assert faults(GOOD) == []
+    wrong = faults(GOOD + fault)
+    assert len(wrong) == 1 and words in wrong[0], wrong
 
 
 def test_stages_is_what_the_web_says(copy):
@@ -96,7 +103,7 @@ def test_a_broken_web_changes_nothing(copy, how):
     root = "stages/oracle/oracle.c"
     name = next(n for _, n, _ in tools.chunks(WEB) if re.search(r"^\s*<<%s>>$" % re.escape(n), WEB, re.M))
     broken = BREAK[how](WEB, root, name)
-    assert broken != WEB
+    assert (broken == WEB) is False
     # Besides, a harmless change in another file, which must not come through either.
     broken = broken.replace("\n<<stages/oracle/oracle.h>>=\n", "\n<<stages/oracle/oracle.h>>=\n/* new */\n")
     (copy / "layer.nw").write_text(broken, encoding="utf-8")
@@ -116,3 +123,64 @@ def test_prose_alone_rebuilds_nothing(copy):
     tools.must_make("tangle", cwd=copy)
     assert {p: p.stat().st_mtime_ns for p in (copy / "stages").rglob("*")} == times
     assert tools.make("-q", target, cwd=copy)[0] == 0
+
+
+SMALL_WEB = r'''
+@
+<<x.c>>=
+#define TWICE(x) \
+    <<in a macro>>
+int f(void)
+{
+    int y = <<in a line>>;
+    <<on its own line, [[y]]>>
+}
+<<in a macro>>=
+((x) + \
+    <<deeper in a macro>>)
+<<deeper in a macro>>=
+<<deepest in a macro>>
+<<deepest in a macro>>=
+(x)
+<<in a line>>=
+1 +
+<<deeper in a line>>
+<<deeper in a line>>=
+2
+<<on its own line, [[y]]>>=
+y++;
+<<deeper>>
+<<deeper>>=
+return y;
+<<x.py>>=
+"""About x."""
+<<in Python>>
+SOURCE = r"""
+<<in C>>
+"""
+<<in Python>>=
+y = 1
+<<in C>>=
+int y;
+@
+'''
+
+
+def tangled(root, tmp_path):
+    (tmp_path / "small.nw").write_text(SMALL_WEB)
+    status, output = tools.run(["notangle", "-filter", f"awk -v root={root} -f paper/names.awk",
+                                f"-R{root}", str(tmp_path / "small.nw")])
+    assert status == 0
+    return [line for line in output.splitlines() if line]
+
+
+def test_names_of_chunks_are_left_as_comments_where_they_do_no_harm(tmp_path):
+    assert tangled("x.c", tmp_path) == [
+        "#define TWICE(x) \\", "    ((x) + \\", "        (x))",
+        "int f(void)", "{", "    int y = 1 +", "            2;",
+        "    /* on its own line, y */", "    y++;", "    /* deeper */", "    return y;", "}"]
+
+
+def test_names_of_chunks_in_python_and_in_the_c_inside_it(tmp_path):
+    assert tangled("x.py", tmp_path) == [
+        '"""About x."""', "# in Python", "y = 1", 'SOURCE = r"""', "/* in C */", "int y;", '"""']

@@ -33,6 +33,7 @@ enum {
     PLAIN_SHARED = 48 << 10,   // bytes a block may have without asking
     BLOCK_RESERVED = 1 << 10,  // bytes of an SM's shared memory lost to each block
     BARRIERS = 16,
+    PAGE = 4096,              // bytes
     MOST_SMS = 256,
     MOST_STREAMS = 256,
     MOST_KERNELS = 1024,
@@ -77,6 +78,7 @@ struct warp {
     struct operand in[WARP];
     union { uint32_t u; float f[4]; } out[WARP];
 };
+
 struct barrier {
     unsigned expected, arrived, generation; // warps, warps, times completed
     uint32_t who;                           // the warps that have arrived
@@ -102,6 +104,7 @@ struct kernel {
     const char *name;
     size_t argument_bytes, most_shared;
 };
+
 struct grid {
     struct kernel *kernel;
     struct CUstream_st *stream;
@@ -113,6 +116,7 @@ struct grid {
     char start, end, prerequisite;       // for ThreadSanitizer
     struct fiber *proxied, *constant;
     struct pool *pool;
+    uint64_t serial;
 };
 
 enum op_kind { COPY, FILL, LAUNCH, RECORD, WAIT };
@@ -127,6 +131,7 @@ struct op {
     struct CUevent_st *event;
     uint64_t nth; // which record of the event
 };
+
 struct CUstream_st {
     bool used;
     struct op *first, *last;
@@ -136,6 +141,7 @@ struct CUstream_st {
     void *tsan;
     char edge, start; // for ThreadSanitizer
 };
+
 struct CUevent_st {
     uint64_t recorded, completed;
     bool timed;
@@ -153,8 +159,9 @@ static struct kernel kernels[MOST_KERNELS];
 static unsigned n_kernels;
 static struct { unsigned threads, blocks, shared; } sms[MOST_SMS];
 static unsigned n_sms = 3, n_fibers;
-static uint64_t seed = 1, switches, steps, n_begun;
+static uint64_t seed = 1, switches, steps, n_begun, n_launched;
 static cudaError_t last_error;
+static void *nobody; // an identity for ThreadSanitizer that knows nothing, ever
 
 /* cpu: chance */
 static uint64_t chance_state;
@@ -195,7 +202,7 @@ static void *act_as(void *who)
 /* cpu: edges and accesses that ThreadSanitizer sees */
 static void *new_identity(const char *name)
 {
-    void *was = act_as(host.tsan); // a fiber begins with what its creator knows
+    void *was = act_as(nobody);
     void *fiber = __tsan_create_fiber(0);
     __tsan_set_fiber_name(fiber, name);
     act_as(was);
@@ -250,6 +257,7 @@ static void *grab(size_t bytes)
     }
     return p;
 }
+
 static void drop(void *p)
 {
     void *was = act_as(host.tsan);
@@ -290,6 +298,7 @@ static const struct allocation *allocation_of(const void *p, size_t bytes)
             return a;
     return NULL;
 }
+
 static bool in_shared(const struct block *b, const void *p, size_t bytes)
 {
     const char *c = p;
@@ -333,6 +342,7 @@ static void name_identity(void)
     __tsan_set_fiber_name(self->tsan, name);
 #endif
 }
+
 static void run_threads(void)
 {
 #ifdef ASAN
@@ -370,16 +380,18 @@ static void prepare(struct fiber *f)
 
 static struct fiber *new_fiber(void)
 {
-    struct fiber *f = grab(sizeof *f);
-    f->stack_bytes = STACK;
-    f->stack = mmap(NULL, STACK, PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (f->stack == MAP_FAILED)
+    void *was = act_as(nobody);
+    char *stack = mmap(NULL, STACK + PAGE, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stack == MAP_FAILED)
         fail("no memory for the stack of fiber %u", n_fibers);
-    if (n_fibers < 8192)
-        mprotect(f->stack, 4096, PROT_NONE);
+    struct fiber *f = (struct fiber *)(stack + STACK);
+    f->stack = stack;
+    f->stack_bytes = STACK;
     f->tsan = new_identity("a CUDA thread");
-    n_fibers++;
+    act_as(was);
+    if (n_fibers++ < 8192)
+        mprotect(stack, PAGE, PROT_NONE);
     prepare(f);
     return f;
 }
@@ -399,6 +411,7 @@ static struct fiber *take_fiber(struct pool *pool)
     pool->idle = f->next;
     return f;
 }
+
 static void give_fiber(struct pool *pool, struct fiber *f)
 {
     f->next = pool->idle;
@@ -446,7 +459,7 @@ static struct fiber *pick(void)
 
 static void next_spell(void)
 {
-    if (spell > 0 && --spell > 0)
+    if (starved && --spell > 0)
         return;
     starved = n_runnable && one_in(2) ? runnable[below(n_runnable)] : NULL;
     spell = 1 + below(1u << below(8));
@@ -477,6 +490,7 @@ static unsigned bed_of(const void *where)
 {
     return (unsigned)(((uintptr_t)where >> 2) * 2654435761u >> 7) % BEDS;
 }
+
 static void sleep_on(const void *where, enum wait_kind kind, uint32_t wanted)
 {
     unsigned i = bed_of(where);
@@ -529,6 +543,7 @@ static const void *edge_of(const struct mbarrier *m, unsigned parity)
 {
     return (const char *)m + 4 * parity; // for ThreadSanitizer, one for each parity
 }
+
 static void end_phase_if_complete(struct mbarrier *m)
 {
     if (m->pending == 0 && m->bytes == 0) {
@@ -545,6 +560,7 @@ struct flight {
     struct mbarrier *barrier;
     struct block *block;
 };
+
 static struct flight *flights;
 static unsigned n_flights, room_flights;
 
@@ -609,6 +625,7 @@ void proxy_fence(void)
     release(&proxy_edge);
     mbarrier_init_fence();
 }
+
 void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *b,
                uint64_t policy)
 {
@@ -677,6 +694,7 @@ void cpu_read(const uint32_t *p)
     maybe_pause();
 }
 void cpu_wait_at_least(const uint32_t *p, uint32_t v) { sleep_on(p, FOR_WORD, v); }
+
 void fence_gpu(void)
 {
     for (unsigned i = 0; i < 8 && i < self->n_loads; i++)
@@ -700,6 +718,7 @@ static struct warp *gather(const char *operation, unsigned detail)
     w->arrived++;
     return w;
 }
+
 static void complete(struct warp *w)
 {
     w->arrived = 0;
@@ -727,6 +746,7 @@ static void exchange(struct warp *w)
     for (unsigned i = 0; i < WARP; i++)
         w->out[i].u = w->in[w->in[i].a[1] % WARP].a[0];
 }
+
 static uint32_t shuffle(const char *operation, uint32_t x, unsigned from)
 {
     struct operand *in = &self->warp->in[lane()];
@@ -735,6 +755,7 @@ static uint32_t shuffle(const char *operation, uint32_t x, unsigned from)
     together(operation, exchange);
     return self->warp->out[lane()].u;
 }
+
 uint32_t shfl_xor_u32(uint32_t x, int mask)
 {
     return shuffle("shfl_xor", x, lane() ^ (unsigned)mask);
@@ -754,6 +775,7 @@ static void count_votes(struct warp *w)
     for (unsigned i = 0; i < WARP; i++)
         w->out[i].u = votes;
 }
+
 uint32_t ballot(int predicate)
 {
     self->warp->in[lane()].a[0] = predicate != 0;
@@ -798,6 +820,7 @@ static void multiply(struct warp *w)
             w->out[i].f[j] = sum;
         }
 }
+
 void cpu_mma(float c[4], const uint32_t a[4], const uint32_t b[2])
 {
     struct operand *in = &self->warp->in[lane()];
@@ -847,6 +870,7 @@ static void barrier(const char *operation, unsigned id, unsigned warps, bool wai
         sleep_on(b, FOR_BARRIER, id);
     acquire(&b->edge[w->ticket & 1]);
 }
+
 void cpu_syncthreads(void)
 {
     unsigned warps = (self->place.threads.x + WARP - 1) / WARP;
@@ -862,6 +886,7 @@ static void named_barrier(const char *operation, int id, int threads, bool waits
         fail("%s: %d threads in a block of %u", operation, threads, most);
     barrier(operation, (unsigned)id, (unsigned)threads / WARP, waits);
 }
+
 void named_barrier_sync(int id, int threads)
 {
     named_barrier("named_barrier_sync", id, threads, true);
@@ -885,6 +910,7 @@ void mbarrier_init(uint64_t *b, uint32_t count)
     *m = (struct mbarrier){.pending = count, .count = count, .valid = 1};
     self->inits[self->n_inits++ % 32] = b;
 }
+
 void mbarrier_init_fence(void)
 {
     for (unsigned i = 0; i < self->n_inits && i < 32; i++)
@@ -906,6 +932,7 @@ static void arrive_at(uint64_t *b, uint32_t bytes, const char *operation)
     end_phase_if_complete(m);
     maybe_pause();
 }
+
 void mbarrier_arrive(uint64_t *b) { arrive_at(b, 0, "mbarrier_arrive"); }
 void mbarrier_expect(uint64_t *b, uint32_t bytes)
 {
@@ -913,6 +940,7 @@ void mbarrier_expect(uint64_t *b, uint32_t bytes)
         fail("mbarrier_expect: %u bytes are not what bulk copies bring", bytes);
     arrive_at(b, bytes, "mbarrier_expect");
 }
+
 void mbarrier_wait(uint64_t *b, uint32_t parity)
 {
     struct mbarrier *m = known_mbarrier(b, "mbarrier_wait");
@@ -931,6 +959,7 @@ void launch_dependents(void)
     b->triggered = true;
     maybe_pause();
 }
+
 void wait_for_prerequisites(void)
 {
     struct grid *g = self->block->grid;
@@ -956,6 +985,7 @@ static unsigned room_on(unsigned sm, const struct grid *g) // blocks
     blocks = blocks < threads ? blocks : threads;
     return blocks < shared ? blocks : shared;
 }
+
 static void occupy(unsigned sm, const struct grid *g)
 {
     sms[sm].threads += whole_warps(g->threads);
@@ -1049,6 +1079,7 @@ static void end_block(struct block *b)
     if (++g->ended == g->blocks)
         end_grid(g);
 }
+
 static void exit_thread(void)
 {
     struct block *b = self->block;
@@ -1068,6 +1099,7 @@ static bool has_room(const struct grid *g) // a cooperative grid starts whole
         room += room_on(i, g);
     return room >= g->blocks;
 }
+
 static bool can_begin(const struct CUstream_st *s)
 {
     const struct op *op = s->first;
@@ -1109,6 +1141,7 @@ static double now(void)
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
+
 static void begin(struct CUstream_st *s)
 {
     struct op *op = s->first;
@@ -1129,18 +1162,32 @@ static void begin(struct CUstream_st *s)
     drop(op);
 }
 
+#ifdef TSAN
+static bool is_crowded(const struct grid *g)
+{
+    unsigned resident = 0;
+    for (unsigned i = 0; i < n_sms; i++)
+        resident += sms[i].threads;
+    return g->blocks > n_sms && !g->cooperative && resident > 0 &&
+           resident + whole_warps(g->threads) > SM_THREADS;
+}
+#else
+#define is_crowded(g) false
+#endif
+
 static void start_blocks(struct grid *g)
 {
     unsigned first = below(n_sms);
     for (unsigned i = 0; i < n_sms && g->started < g->blocks; i++) {
         unsigned sm = (first + i) % n_sms;
-        while (room_on(sm, g) && g->started < g->blocks) {
+        while (room_on(sm, g) && g->started < g->blocks && !is_crowded(g)) {
             start_block(g, sm);
             if (!g->cooperative && one_in(2))
                 break;
         }
     }
 }
+
 static bool look_after_streams(bool eager)
 {
     uint64_t before = n_begun;
@@ -1202,29 +1249,59 @@ static void describe(const struct fiber *f)
     }
 }
 
+static int by_place(const void *p, const void *q)
+{
+    const struct fiber *f = *(struct fiber *const *)p, *g = *(struct fiber *const *)q;
+    const struct grid *in = f->block->grid, *other = g->block->grid;
+    if (in != other)
+        return in->serial < other->serial ? -1 : 1;
+    if (f->block != g->block)
+        return f->block->index < g->block->index ? -1 : 1;
+    return f->place.thread.x < g->place.thread.x ? -1 : 1;
+}
 static bool alike(const struct fiber *f, const struct fiber *g)
 {
     return f->block == g->block && f->where == g->where && f->kind == g->kind &&
            f->wanted == g->wanted;
 }
+
+static unsigned sorted_sleepers(struct fiber **list)
+{
+    unsigned n = 0;
+    for (unsigned i = 0; i < BEDS; i++)
+        for (struct fiber *f = beds[i].first; f; f = f->next)
+            list[n++] = f;
+    qsort(list, n, sizeof *list, by_place);
+    return n;
+}
+
 static unsigned list_sleepers(void)
 {
-    unsigned asleep = 0, lines = 0;
-    for (unsigned i = 0; i < BEDS; i++)
-        for (const struct fiber *f = beds[i].first, *g; f; f = g) {
-            unsigned n = 0;
-            for (g = f; g && alike(f, g); g = g->next)
-                n++;
-            asleep += n;
-            if (++lines > 40)
-                continue;
-            fprintf(stderr, "  %s, block %u, %u threads (%u, ...) wait in ",
-                    f->block->grid->kernel->name, f->place.block.x, n,
-                    f->place.thread.x);
-            describe(f);
-            fputc('\n', stderr);
-        }
-    return asleep;
+    struct fiber **list = grab((n_fibers + 1) * sizeof *list);
+    unsigned n = sorted_sleepers(list), lines = 0;
+    for (unsigned i = 0; i < n && lines < 40; i++) {
+        /* say it once for every sleeper that is like number i */
+        unsigned many = 0, before = 0, j = i;
+        while (j > 0 && list[j - 1]->block == list[i]->block)
+            j--;
+        for (; j < n && list[j]->block == list[i]->block; j++)
+            if (alike(list[i], list[j])) {
+                many++;
+                before += j < i;
+            }
+        if (before)
+            continue;
+        fprintf(stderr, "  %s, block %u, thread %u", list[i]->block->grid->kernel->name,
+                list[i]->place.block.x, list[i]->place.thread.x);
+        if (many > 1)
+            fprintf(stderr, " and %u others", many - 1);
+        fputs(": ", stderr);
+        describe(list[i]);
+        fputc('\n', stderr);
+        lines++;
+    }
+    drop(list);
+    return n;
 }
 
 static void deadlock(const char *what)
@@ -1282,6 +1359,7 @@ static void run_until(bool (*done)(const void *), const void *what)
             deadlock("no progress: somebody spins by hand");
     }
 }
+
 static bool is_idle(const void *stream)
 {
     const struct CUstream_st *s = stream;
@@ -1316,10 +1394,12 @@ static void open_stream(struct CUstream_st *s)
         s->tsan = new_identity("a stream");
     s->used = true;
 }
+
 __attribute__((constructor(101))) static void start_up(void)
 {
 #ifdef TSAN
     host.tsan = acting = __tsan_get_current_fiber();
+    nobody = __tsan_create_fiber(0);
 #endif
     seed = from_environment("CPU_SEED", 1);
     chance_state = (seed + 1) * 0x9e3779b97f4a7c15u;
@@ -1342,6 +1422,7 @@ void cpu_register(const void *function, void (*call)(const void *), size_t bytes
         fail("more than %d kernels", MOST_KERNELS);
     kernels[n_kernels++] = (struct kernel){function, call, name, bytes, PLAIN_SHARED};
 }
+
 static struct kernel *kernel_of(const void *function)
 {
     for (unsigned i = 0; i < n_kernels; i++)
@@ -1386,6 +1467,7 @@ const char *cudaGetErrorName(cudaError_t e)
             return errors[i].name;
     return "unrecognized error code";
 }
+
 const char *cudaGetErrorString(cudaError_t e)
 {
     for (unsigned i = 0; i < N_ERRORS; i++)
@@ -1403,17 +1485,19 @@ cudaError_t cudaSetDevice(int device)
 {
     return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
 }
+
 cudaError_t cudaGetDeviceCount(int *count)
 {
     *count = 1;
     return cudaSuccess;
 }
+
 cudaError_t cudaRuntimeGetVersion(int *version)
 {
     *version = 13000;
     return cudaSuccess;
 }
-cudaError_t cudaDriverGetVersion(int *version) { return cudaRuntimeGetVersion(version); }
+cudaError_t cudaDriverGetVersion(int *v) { return cudaRuntimeGetVersion(v); }
 
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which, int device)
 {
@@ -1456,6 +1540,7 @@ static struct CUstream_st *stream_of(cudaStream_t s)
         return &streams[0];
     return s >= streams && s < streams + n_streams && s->used ? s : NULL;
 }
+
 static void enqueue(struct CUstream_st *s, struct op what)
 {
     struct op *op = grab(sizeof *op);
@@ -1467,6 +1552,7 @@ static void enqueue(struct CUstream_st *s, struct op what)
         s->first = op;
     s->last = op;
 }
+
 static void synchronize(struct CUstream_st *s)
 {
     run_until(is_idle, s);
@@ -1487,6 +1573,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
     *stream = &streams[i];
     return cudaSuccess;
 }
+
 cudaError_t cudaStreamCreate(cudaStream_t *stream)
 {
     return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
@@ -1509,6 +1596,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
     synchronize(s);
     return cudaSuccess;
 }
+
 cudaError_t cudaDeviceSynchronize(void)
 {
     run_until(all_idle, NULL);
@@ -1516,6 +1604,7 @@ cudaError_t cudaDeviceSynchronize(void)
         synchronize(&streams[i]);
     return cudaSuccess;
 }
+
 cudaError_t cudaStreamQuery(cudaStream_t stream)
 {
     struct CUstream_st *s = stream_of(stream);
@@ -1564,6 +1653,7 @@ cudaError_t cudaFree(void *p)
     drop(a);
     return cudaSuccess;
 }
+
 cudaError_t cudaMemGetInfo(size_t *unused, size_t *total)
 {
     *total = device_memory;
@@ -1579,6 +1669,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void
         *a = (struct cudaPointerAttributes){cudaMemoryTypeDevice, 0, address, NULL};
     return cudaSuccess;
 }
+
 static bool kind_fits(const void *to, const void *from, size_t n,
                       enum cudaMemcpyKind kind)
 {
@@ -1606,6 +1697,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n,
     enqueue(s, (struct op){.kind = COPY, .to = to, .from = from, .bytes = n});
     return cudaSuccess;
 }
+
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind)
 {
     cudaError_t e = cudaMemcpyAsync(to, from, n, kind, NULL);
@@ -1624,6 +1716,7 @@ cudaError_t cudaMemsetAsync(void *to, int byte, size_t n, cudaStream_t stream)
     enqueue(s, (struct op){.kind = FILL, .to = to, .byte = byte, .bytes = n});
     return cudaSuccess;
 }
+
 cudaError_t cudaMemset(void *to, int byte, size_t n)
 {
     return cudaMemsetAsync(to, byte, n, NULL);
@@ -1636,6 +1729,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
     (*event)->timed = !(flags & cudaEventDisableTiming);
     return cudaSuccess;
 }
+
 cudaError_t cudaEventCreate(cudaEvent_t *event)
 {
     return cudaEventCreateWithFlags(event, cudaEventDefault);
@@ -1648,6 +1742,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
     enqueue(s, (struct op){.kind = RECORD, .event = event, .nth = ++event->recorded});
     return cudaSuccess;
 }
+
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
 {
     struct CUstream_st *s = stream_of(stream);
@@ -1668,6 +1763,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event)
     acquire(event);
     return cudaSuccess;
 }
+
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end)
 {
     if (!start->timed || !end->timed || !start->recorded || !end->recorded)
@@ -1677,6 +1773,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end)
     *ms = (float)(1e3 * (end->when - start->when));
     return cudaSuccess;
 }
+
 cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
     cudaDeviceSynchronize(); // a queue may still name it
@@ -1698,6 +1795,7 @@ cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute wh
     k->most_shared = (size_t)value;
     return cudaSuccess;
 }
+
 static unsigned occupancy(unsigned threads, size_t shared)
 {
     unsigned by_threads = SM_THREADS / whole_warps(threads);
@@ -1741,6 +1839,7 @@ static struct grid *new_grid(const cudaLaunchConfig_t *c, struct kernel *k)
     struct grid *g = grab(sizeof *g);
     g->kernel = k;
     g->stream = stream_of(c->stream);
+    g->serial = ++n_launched;
     g->blocks = c->gridDim.x;
     g->threads = c->blockDim.x;
     g->shared_bytes = (unsigned)c->dynamicSmemBytes;

@@ -23,6 +23,7 @@ typedef enum cudaError {
 cudaError_t cudaGetLastError(void);
 cudaError_t cudaPeekAtLastError(void);
 const char *cudaGetErrorName(cudaError_t);
+
 const char *cudaGetErrorString(cudaError_t);
 
 /* runtime: the device and its attributes */
@@ -51,6 +52,7 @@ enum cudaDeviceAttr {
 
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaSetDevice(int device);
+
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr, int device);
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *, int device);
@@ -64,6 +66,7 @@ enum cudaMemcpyKind {
     cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost,
     cudaMemcpyDeviceToDevice, cudaMemcpyDefault
 };
+
 enum cudaMemoryType {
     cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice,
     cudaMemoryTypeManaged
@@ -92,6 +95,7 @@ enum { cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming =
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 cudaError_t cudaStreamCreate(cudaStream_t *);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *, unsigned flags);
+
 cudaError_t cudaStreamDestroy(cudaStream_t);
 cudaError_t cudaStreamSynchronize(cudaStream_t);
 cudaError_t cudaStreamQuery(cudaStream_t);
@@ -99,6 +103,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned flags);
 cudaError_t cudaStreamIsCapturing(cudaStream_t, enum cudaStreamCaptureStatus *);
 cudaError_t cudaEventCreate(cudaEvent_t *);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *, unsigned flags);
+
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t);
 cudaError_t cudaEventSynchronize(cudaEvent_t);
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end);
@@ -131,6 +136,7 @@ enum cudaFuncAttribute {
     cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
     cudaFuncAttributePreferredSharedMemoryCarveout = 9
 };
+
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void **);
 cudaError_t cudaFuncSetAttribute(const void *, enum cudaFuncAttribute, int);
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *,

@@ -10,8 +10,11 @@
 
 /* twin: the words that are spelled differently */
 #define DEVICE static inline
+#define APART static
 #define KERNEL void
 #define THREADS(n)
+#define IN_PLACE
+#define UNROLL(n)
 #define CPU_KERNEL(name, argument) \
     static void cpu_call_##name(const void *a) { name(*(const argument *)a); } \
     __attribute__((constructor)) static void cpu_register_##name(void) \
@@ -31,6 +34,7 @@ DEVICE uint32_t f32_bits(float f)
     memcpy(&bits, &f, sizeof bits);
     return bits;
 }
+
 DEVICE float bits_f32(uint32_t bits)
 {
     float f;
@@ -65,6 +69,8 @@ extern struct cpu_place *cpu_here;
 #define __syncwarp() cpu_syncwarp()
 
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline float sinpif(float x) { return (float)sin(3.14159265358979323846 * x); }
+static inline float cospif(float x) { return (float)cos(3.14159265358979323846 * x); }
 
 /* twin: what the machine does for every kernel */
 void cpu_syncthreads(void);
@@ -74,11 +80,13 @@ float shfl_xor_f32(float x, int mask);
 uint32_t shfl_xor_u32(uint32_t x, int mask);
 float shfl_f32(float x, int lane);
 uint32_t shfl_u32(uint32_t x, int lane);
+
 uint32_t ballot(int predicate);
 void named_barrier_sync(int id, int threads);
 void named_barrier_arrive(int id, int threads);
 void mbarrier_init(uint64_t *b, uint32_t count);
 void mbarrier_init_fence(void);
+
 void mbarrier_arrive(uint64_t *b);
 void mbarrier_expect(uint64_t *b, uint32_t bytes);
 void mbarrier_wait(uint64_t *b, uint32_t parity);
@@ -116,11 +124,13 @@ static inline uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
     cpu_read(p);
     return old;
 }
+
 static inline void store_release(uint32_t *p, uint32_t v)
 {
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
     cpu_wrote(p);
 }
+
 static inline void store_relaxed(uint32_t *p, uint32_t v)
 {
     if (cpu_here->fenced)
@@ -142,11 +152,15 @@ static inline uint32_t load_acquire(const uint32_t *p)
     cpu_read(p);
     return v;
 }
+
 static inline void wait_at_least(const uint32_t *p, uint32_t v)
 {
     while ((int32_t)(__atomic_load_n(p, __ATOMIC_ACQUIRE) - v) < 0)
         cpu_wait_at_least(p, v);
 }
+
+static inline void publish_in_block(uint32_t *p, uint32_t v) { store_release(p, v); }
+static inline void wait_in_block(const uint32_t *p, uint32_t v) { wait_at_least(p, v); }
 
 /* twin: loads */
 #define CPU_ALIGNED(p, n) (((uintptr_t)(p) & ((n)-1)) == 0)
@@ -164,6 +178,7 @@ static inline struct bits128 load_stream(const void *p)
     cpu_read_only(p, 16);
     return load_16(p);
 }
+
 static inline void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2])
 {
     float sum[4] = {c[0], c[1], c[2], c[3]};

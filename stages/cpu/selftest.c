@@ -38,6 +38,7 @@ static int allocate(struct test *a)
            cudaMalloc((void **)&a->u, 128) || cudaMemset(a->u, 0, 128) ||
            cudaMemcpy(a->x, host_x, sizeof host_x, cudaMemcpyHostToDevice);
 }
+
 static int fetch(const struct test_case *c, struct test a)
 {
     if (cudaMemcpy(host_y, a.y, sizeof host_y, cudaMemcpyDeviceToHost))
@@ -64,6 +65,7 @@ static float passed_on(unsigned i)
 {
     return i % 128 < 64 ? 0 : x_of(i - 64);
 }
+
 static float first_four(unsigned i)
 {
     return (void)i, x_of(0) + x_of(1) + x_of(2) + x_of(3);
@@ -76,6 +78,7 @@ static float warp_sum(unsigned i)
         sum += x_of(i / 32 * 32 + j);
     return sum + x_of(i / 32 * 32 + 3) + x_of(i / 32 * 32 + 2);
 }
+
 static float votes(unsigned i)
 {
     unsigned half[2] = {0, 0};
@@ -83,6 +86,7 @@ static float votes(unsigned i)
         half[j / 16] |= (unsigned)(x_of(i / 32 * 32 + j) > 40) << j % 16;
     return (float)half[0] + (float)half[1];
 }
+
 static float product(unsigned i)
 {
     float sum = 0;
@@ -90,6 +94,7 @@ static float product(unsigned i)
         sum += x_of(i / 8 * 16 + k) * x_of(256 + k * 8 + i % 8);
     return sum;
 }
+
 static float chunk_sum(unsigned i)
 {
     float sum = 0;
@@ -108,6 +113,7 @@ static int launch(void (*kernel)(struct test), struct shape s, struct test a,
                             .attrs = attribute, .numAttrs = attribute != NULL};
     return (int)cudaLaunchKernelExC(&c, (const void *)kernel, arguments);
 }
+
 static int run_once(const struct test_case *c, struct test a)
 {
     return launch(c->kernel, c->shape, a, NULL, NULL);
@@ -130,6 +136,7 @@ static int run_dependent(const struct test_case *c, struct test a)
     return launch(test_first, c->shape, a, NULL, NULL) ||
            launch(test_second, c->shape, a, NULL, &early);
 }
+
 static int run_streams(const struct test_case *c, struct test a)
 {
     cudaStream_t s, t;
@@ -140,7 +147,6 @@ static int run_streams(const struct test_case *c, struct test a)
            launch(test_first, c->shape, a, s, NULL) ||
            launch(test_second, c->shape, a, fault == 1 ? t : s, NULL) ||
            (fault != 2 && cudaStreamSynchronize(s)) ||
-           cudaMemcpyAsync(a.y, a.y, 0, cudaMemcpyDeviceToDevice, t) ||
            (fault != 2 && cudaStreamSynchronize(t)) ||
            (fault != 2 && (cudaStreamDestroy(s) || cudaStreamDestroy(t)));
 }
@@ -248,12 +254,14 @@ static int run(const struct test_case *c, int fault)
     struct test a = {.fault = fault};
     return allocate(&a) || c->run(c, a) || fetch(c, a);
 }
+
 static void list(void)
 {
     for (unsigned i = 0; i < N_CASES; i++)
         for (int fault = 0; cases[i].faults[fault]; fault++)
             printf("%s\t%d\t%s\n", cases[i].name, fault + 1, cases[i].faults[fault]);
 }
+
 int main(int n, char **words)
 {
     int failed = 0, known = 0;

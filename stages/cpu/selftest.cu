@@ -7,8 +7,12 @@
 #include <stddef.h>
 #include <string.h>
 #define DEVICE __device__ __forceinline__
+#define APART static __device__ __noinline__   // with registers of its own
 #define KERNEL extern "C" __global__ void
 #define THREADS(n) __launch_bounds__(n, 1)
+#define IN_PLACE __grid_constant__   // an argument that is never copied
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(n) PRAGMA(unroll n)
 #define CPU_KERNEL(name, argument)
 
 /* device: sixteen bytes, and the bits of a float */
@@ -22,6 +26,7 @@ DEVICE uint32_t f32_bits(float f)
     memcpy(&bits, &f, sizeof bits);
     return bits;
 }
+
 DEVICE float bits_f32(uint32_t bits)
 {
     float f;
@@ -61,6 +66,7 @@ DEVICE uint32_t shfl_xor_u32(uint32_t x, int mask)
 {
     return __shfl_xor_sync(0xffffffffu, x, mask);
 }
+
 DEVICE float shfl_f32(float x, int lane)
 {
     return __shfl_sync(0xffffffffu, x, lane);
@@ -69,6 +75,7 @@ DEVICE uint32_t shfl_u32(uint32_t x, int lane)
 {
     return __shfl_sync(0xffffffffu, x, lane);
 }
+
 DEVICE uint32_t ballot(int predicate)
 {
     return __ballot_sync(0xffffffffu, predicate);
@@ -92,6 +99,7 @@ DEVICE uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
                  : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
+
 DEVICE uint32_t atomic_add_release(uint32_t *p, uint32_t v)
 {
     uint32_t old;
@@ -99,6 +107,7 @@ DEVICE uint32_t atomic_add_release(uint32_t *p, uint32_t v)
                  : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
+
 DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
 {
     uint32_t old;
@@ -148,6 +157,7 @@ DEVICE uint64_t spin_ns(void)
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
     return t;
 }
+
 static __device__ __noinline__ void spin_failed(const char *what, const void *p,
                                                 uint32_t wanted, uint32_t found)
 {
@@ -182,6 +192,7 @@ DEVICE uint64_t spin_ns(void)
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
     return t;
 }
+
 static __device__ __noinline__ void spin_failed(const char *what, const void *p,
                                                 uint32_t wanted, uint32_t found)
 {
@@ -200,6 +211,7 @@ DEVICE void mbarrier_init_fence(void)
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+
 DEVICE void mbarrier_arrive(uint64_t *b)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
@@ -212,6 +224,7 @@ DEVICE void mbarrier_expect(uint64_t *b, uint32_t bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
+
 DEVICE uint32_t mbarrier_try(uint64_t *b, uint32_t parity)
 {
     uint32_t done;
@@ -244,6 +257,7 @@ DEVICE uint64_t evict_first(void)
                  : "=l"(policy));
     return policy;
 }
+
 DEVICE void bulk_load(void *shared, const void *global, uint32_t bytes,
                       uint64_t *b, uint64_t policy)
 {
@@ -252,6 +266,7 @@ DEVICE void bulk_load(void *shared, const void *global, uint32_t bytes,
                  ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
                  "r"(shared_address(b)), "l"(policy) : "memory");
 }
+
 DEVICE void proxy_fence(void)
 {
     asm volatile("fence.proxy.async;" ::: "memory");
@@ -275,6 +290,7 @@ DEVICE bits128 load_stream(const void *p)
                  : "l"(p));
     return x;
 }
+
 DEVICE bits128 load_16(const void *p)
 {
     uint4 u = *(const uint4 *)p;
@@ -327,6 +343,7 @@ KERNEL test_syncthreads(struct test a)
     a.y[index_of(t)] = s[(t + 33) % blockDim.x];
 }
 CPU_KERNEL(test_syncthreads, struct test)
+
 KERNEL test_syncwarp(struct test a)
 {
     float *s = (float *)shared_memory();
@@ -348,6 +365,7 @@ KERNEL test_named_sync(struct test a) // two groups of 64 threads
     a.y[index_of(t)] = s[group * 64 + (t + 33) % 64];
 }
 CPU_KERNEL(test_named_sync, struct test)
+
 KERNEL test_named_arrive(struct test a) // 64 threads produce for 64 others
 {
     float *s = (float *)shared_memory();
@@ -384,6 +402,7 @@ KERNEL test_shuffle(struct test a)
     a.y[index_of(t)] = sum;
 }
 CPU_KERNEL(test_shuffle, struct test)
+
 KERNEL test_ballot(struct test a)
 {
     unsigned t = threadIdx.x;
@@ -466,6 +485,7 @@ DEVICE void sum_if_last(struct test a, uint32_t arrivals)
         sum += a.y[SCRATCH + b];
     a.y[0] = sum;
 }
+
 KERNEL test_last(struct test a) // blocks of one thread
 {
     uint32_t arrivals;
@@ -491,6 +511,7 @@ KERNEL test_fence(struct test a) // blocks of one thread
     sum_if_last(a, arrivals);
 }
 CPU_KERNEL(test_fence, struct test)
+
 KERNEL test_grid(struct test a)
 {
     unsigned t = threadIdx.x, n = gridDim.x * blockDim.x;
@@ -517,6 +538,7 @@ struct ring {
     float slot[SLOTS][CHUNK];
     uint64_t full[SLOTS], empty[SLOTS];
 };
+
 DEVICE void produce(struct test a, struct ring *r)
 {
     uint64_t policy = evict_first();
@@ -582,6 +604,7 @@ DEVICE void prepare(struct landing *s)
     }
     __syncthreads();
 }
+
 KERNEL test_proxy(struct test a)
 {
     struct landing *s = (struct landing *)shared_memory();
@@ -635,6 +658,7 @@ KERNEL test_shared(struct test a)
     a.y[index_of(t)] = s[63 - t];
 }
 CPU_KERNEL(test_shared, struct test)
+
 KERNEL test_global(struct test a)
 {
     unsigned t = threadIdx.x;
@@ -643,6 +667,7 @@ KERNEL test_global(struct test a)
     a.y[index_of(t)] = a.x[a.fault == 2 && t == 5 ? N : index_of(t)];
 }
 CPU_KERNEL(test_global, struct test)
+
 KERNEL test_loads(struct test a) // the read-only path must not see what we write
 {
     unsigned t = threadIdx.x;
@@ -663,6 +688,7 @@ KERNEL test_first(struct test a)
     a.y[SCRATCH + index_of(threadIdx.x)] = a.x[index_of(threadIdx.x)];
 }
 CPU_KERNEL(test_first, struct test)
+
 KERNEL test_second(struct test a)
 {
     if (a.fault != 1)

@@ -8,8 +8,12 @@
 #include <stddef.h>
 #include <string.h>
 #define DEVICE __device__ __forceinline__
+#define APART static __device__ __noinline__   // with registers of its own
 #define KERNEL extern "C" __global__ void
 #define THREADS(n) __launch_bounds__(n, 1)
+#define IN_PLACE __grid_constant__   // an argument that is never copied
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(n) PRAGMA(unroll n)
 #define CPU_KERNEL(name, argument)
 
 /* device: sixteen bytes, and the bits of a float */
@@ -23,6 +27,7 @@ DEVICE uint32_t f32_bits(float f)
     memcpy(&bits, &f, sizeof bits);
     return bits;
 }
+
 DEVICE float bits_f32(uint32_t bits)
 {
     float f;
@@ -62,6 +67,7 @@ DEVICE uint32_t shfl_xor_u32(uint32_t x, int mask)
 {
     return __shfl_xor_sync(0xffffffffu, x, mask);
 }
+
 DEVICE float shfl_f32(float x, int lane)
 {
     return __shfl_sync(0xffffffffu, x, lane);
@@ -70,6 +76,7 @@ DEVICE uint32_t shfl_u32(uint32_t x, int lane)
 {
     return __shfl_sync(0xffffffffu, x, lane);
 }
+
 DEVICE uint32_t ballot(int predicate)
 {
     return __ballot_sync(0xffffffffu, predicate);

@@ -175,7 +175,7 @@ static int rotate(layer *l, const uint16_t *v, int64_t heads, uint16_t *out,
 static int attention(layer *l, struct position pos, cudaStream_t stream)
 {
     int64_t n_q = l->c.n_q, bound = pos.at ? pos.rows : pos.given + 1;
-    unsigned threads = 1024;
+    unsigned threads = 512;
     struct attention_args o = {
         .q = l->q_roped, .p = l->p, .cache = l->k_cache, .scores = l->scores, .out = l->a,
         .probabilities = l->probabilities, .n_q = n_q, .n_kv = l->c.n_kv, .hd = l->c.hd,

@@ -8,8 +8,12 @@
 #include <stddef.h>
 #include <string.h>
 #define DEVICE __device__ __forceinline__
+#define APART static __device__ __noinline__   // with registers of its own
 #define KERNEL extern "C" __global__ void
 #define THREADS(n) __launch_bounds__(n, 1)
+#define IN_PLACE __grid_constant__   // an argument that is never copied
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(n) PRAGMA(unroll n)
 #define CPU_KERNEL(name, argument)
 
 /* device: sixteen bytes, and the bits of a float */
@@ -23,6 +27,7 @@ DEVICE uint32_t f32_bits(float f)
     memcpy(&bits, &f, sizeof bits);
     return bits;
 }
+
 DEVICE float bits_f32(uint32_t bits)
 {
     float f;
@@ -62,6 +67,7 @@ DEVICE uint32_t shfl_xor_u32(uint32_t x, int mask)
 {
     return __shfl_xor_sync(0xffffffffu, x, mask);
 }
+
 DEVICE float shfl_f32(float x, int lane)
 {
     return __shfl_sync(0xffffffffu, x, lane);
@@ -70,6 +76,7 @@ DEVICE uint32_t shfl_u32(uint32_t x, int lane)
 {
     return __shfl_sync(0xffffffffu, x, lane);
 }
+
 DEVICE uint32_t ballot(int predicate)
 {
     return __ballot_sync(0xffffffffu, predicate);
@@ -87,6 +94,7 @@ DEVICE uint64_t spin_ns(void)
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
     return t;
 }
+
 static __device__ __noinline__ void spin_failed(const char *what, const void *p,
                                                 uint32_t wanted, uint32_t found)
 {
@@ -105,6 +113,7 @@ DEVICE void mbarrier_init_fence(void)
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+
 DEVICE void mbarrier_arrive(uint64_t *b)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
@@ -117,6 +126,7 @@ DEVICE void mbarrier_expect(uint64_t *b, uint32_t bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
+
 DEVICE uint32_t mbarrier_try(uint64_t *b, uint32_t parity)
 {
     uint32_t done;
@@ -149,6 +159,7 @@ DEVICE uint64_t evict_first(void)
                  : "=l"(policy));
     return policy;
 }
+
 DEVICE void bulk_load(void *shared, const void *global, uint32_t bytes,
                       uint64_t *b, uint64_t policy)
 {
@@ -157,6 +168,7 @@ DEVICE void bulk_load(void *shared, const void *global, uint32_t bytes,
                  ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
                  "r"(shared_address(b)), "l"(policy) : "memory");
 }
+
 DEVICE void proxy_fence(void)
 {
     asm volatile("fence.proxy.async;" ::: "memory");

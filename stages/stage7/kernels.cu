@@ -1,5 +1,6 @@
 /* stages/stage7/kernels.cu: tangled from layer.nw; change it there. */
-/* Stage 7: the whole layer in one cooperative launch, phases between grid barriers. */
+/* stage 7: the kernel file */
+/* Stage 7: the whole layer in one launch, around a stream of weights that never stops. */
 #include <stdint.h>
 #include <math.h>
 #ifdef __CUDACC__
@@ -8,8 +9,12 @@
 #include <stddef.h>
 #include <string.h>
 #define DEVICE __device__ __forceinline__
+#define APART static __device__ __noinline__   // with registers of its own
 #define KERNEL extern "C" __global__ void
 #define THREADS(n) __launch_bounds__(n, 1)
+#define IN_PLACE __grid_constant__   // an argument that is never copied
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(n) PRAGMA(unroll n)
 #define CPU_KERNEL(name, argument)
 
 /* device: sixteen bytes, and the bits of a float */
@@ -23,6 +28,7 @@ DEVICE uint32_t f32_bits(float f)
     memcpy(&bits, &f, sizeof bits);
     return bits;
 }
+
 DEVICE float bits_f32(uint32_t bits)
 {
     float f;
@@ -62,6 +68,7 @@ DEVICE uint32_t shfl_xor_u32(uint32_t x, int mask)
 {
     return __shfl_xor_sync(0xffffffffu, x, mask);
 }
+
 DEVICE float shfl_f32(float x, int lane)
 {
     return __shfl_sync(0xffffffffu, x, lane);
@@ -70,9 +77,20 @@ DEVICE uint32_t shfl_u32(uint32_t x, int lane)
 {
     return __shfl_sync(0xffffffffu, x, lane);
 }
+
 DEVICE uint32_t ballot(int predicate)
 {
     return __ballot_sync(0xffffffffu, predicate);
+}
+
+/* PTX: named barriers */
+DEVICE void named_barrier_sync(int id, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void named_barrier_arrive(int id, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 /* PTX: atomics */
@@ -83,6 +101,7 @@ DEVICE uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
                  : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
+
 DEVICE uint32_t atomic_add_release(uint32_t *p, uint32_t v)
 {
     uint32_t old;
@@ -90,6 +109,7 @@ DEVICE uint32_t atomic_add_release(uint32_t *p, uint32_t v)
                  : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
+
 DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
 {
     uint32_t old;
@@ -139,6 +159,7 @@ DEVICE uint64_t spin_ns(void)
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
     return t;
 }
+
 static __device__ __noinline__ void spin_failed(const char *what, const void *p,
                                                 uint32_t wanted, uint32_t found)
 {
@@ -161,6 +182,131 @@ DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
     }
 }
 
+/* PTX: counters within a block */
+DEVICE void publish_in_block(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;"
+                 ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+DEVICE void wait_in_block(const uint32_t *p, uint32_t v)
+{
+    uint32_t seen;
+    /* PTX: start the clock of a bounded spin */
+    #ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+    #endif
+    do {
+        asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+                     : "=r"(seen) : "r"(shared_address(p)) : "memory");
+        /* PTX: give up a spin that takes too long */
+        #ifdef DEBUG_SPINS
+        if ((int32_t)(seen - v) < 0 && spin_ns() - start > SPIN_LIMIT)
+            spin_failed("a counter of the block", p, v, seen);
+        #endif
+    } while ((int32_t)(seen - v) < 0);
+}
+
+/* PTX: mbarriers */
+#ifdef DEBUG_SPINS
+/* PTX: spins that end */
+#ifndef SPIN_LIMIT
+#define SPIN_LIMIT 2000000000ull // ns
+#include <stdio.h>
+DEVICE uint64_t spin_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __noinline__ void spin_failed(const char *what, const void *p,
+                                                uint32_t wanted, uint32_t found)
+{
+    printf("block %u thread %u waits for %s at %p: wanted %u, found %u\n",
+           blockIdx.x, threadIdx.x, what, p, wanted, found);
+    asm volatile("trap;");
+}
+#endif
+#endif
+DEVICE void mbarrier_init(uint64_t *b, uint32_t count)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 ::"r"(shared_address(b)), "r"(count) : "memory");
+}
+DEVICE void mbarrier_init_fence(void)
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+DEVICE void mbarrier_arrive(uint64_t *b)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+                 ::"r"(shared_address(b)) : "memory");
+}
+
+/* PTX: announce bytes, wait for a phase */
+DEVICE void mbarrier_expect(uint64_t *b, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+
+DEVICE uint32_t mbarrier_try(uint64_t *b, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n\t.reg .pred p;\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, p;\n\t}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+    return done;
+}
+
+/* PTX: wait for a phase */
+DEVICE void mbarrier_wait(uint64_t *b, uint32_t parity)
+{
+#ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+#endif
+    while (!mbarrier_try(b, parity)) {
+#ifdef DEBUG_SPINS
+        if (spin_ns() - start > SPIN_LIMIT)
+            spin_failed("an mbarrier's parity", b, parity, parity ^ 1u);
+#endif
+    }
+}
+
+/* PTX: bulk copies */
+DEVICE uint64_t evict_first(void)
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;"
+                 : "=l"(policy));
+    return policy;
+}
+
+DEVICE void bulk_load(void *shared, const void *global, uint32_t bytes,
+                      uint64_t *b, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
+                 "r"(shared_address(b)), "l"(policy) : "memory");
+}
+
+DEVICE void proxy_fence(void)
+{
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+/* PTX: tensor cores */
+DEVICE void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2])
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 /* PTX: loads */
 DEVICE bits128 load_stream(const void *p)
 {
@@ -170,6 +316,7 @@ DEVICE bits128 load_stream(const void *p)
                  : "l"(p));
     return x;
 }
+
 DEVICE bits128 load_16(const void *p)
 {
     uint4 u = *(const uint4 *)p;
@@ -180,12 +327,37 @@ DEVICE bits128 load_16(const void *p)
 #include "device.h"
 #endif
 
-/* one launch: what the kernel is given */
+/* stream: what the kernel is given */
 /* a position, given or to be found on the device */
 struct position {
     const int64_t *at;   /* device memory, or null */
     int64_t given;       /* the position when at is null */
     int64_t rows;        /* of the cache: valid positions are below */
+};
+
+/* the phases of the stream */
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
+
+enum {
+    MAX_WARPS = 7,      /* consumer warps, and slots, at most */
+    LOADER_WARPS = 8,   /* one for each head of a tile */
+    LOADERS = 32 * LOADER_WARPS,
+    TILE_KEYS = 64,     /* keys of a tile */
+    UNIT_TILES = 7,     /* tiles of a unit at most */
+    HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    LINE = 32,          /* counters are this many words apart: 128 bytes */
+};
+
+/* how the layer is cut into chunks */
+struct geometry {
+    int64_t slot_bytes, vector_bytes;
+    int32_t warps;             /* consumers, each with a slot */
+    int32_t pairs[PHASES];     /* rows pairs of a chunk, at most; a power of two */
+    int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
+    int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
+    int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
+    int32_t unit_limit;        /* splits of a group beyond which units grow */
+    int32_t max_units;         /* splits of a group in the longest sequence */
 };
 
 struct layer_args {
@@ -205,16 +377,21 @@ struct layer_args {
     int64_t d, ffn;
     int32_t n_q, n_kv, hd;
     float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
+    struct geometry g;
+    /* scratch memory between the phases */
     float *roped_q;            /* [n_q * hd] */
-    float *split_sum;          /* [n_q][splits][hd]: sums of p V, not normalised */
-    float *split_max;          /* [n_q][splits]: largest score */
-    float *split_weight;       /* [n_q][splits]: sum of p */
+    float *unit_sum;           /* [groups][max_units][HEADS][hd]: sums of p V */
+    float *unit_max;           /* [groups][max_units][HEADS]: largest score */
+    float *unit_weight;        /* [groups][max_units][HEADS]: sum of p */
     float *attended;           /* [n_q * hd] */
     float *x1;                 /* [d]: the residual stream after attention */
     float *act;                /* [ffn]: silu(gate) * up */
-    uint32_t *barrier;         /* arrivals since the layer was built */
-    uint32_t *barrier_base;    /* [blocks]: arrivals before this launch */
-    int32_t max_splits;
+    float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
+    /* counters between the blocks */
+    uint32_t *done;            /* [PHASES + pieces] * LINE: chunks finished since build */
+    uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
+    uint32_t *units_done;      /* [groups] * LINE: units of this step */
+    uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
 };
 
 /* a position that is valid, or -1 */
@@ -224,311 +401,797 @@ DEVICE int64_t position(struct position p)
     return pos >= 0 && pos < p.rows ? pos : -1;
 }
 
-/* add up one value of every thread in a block */
-DEVICE float warp_sum(float v)
+/* stream: shared memory */
+struct tag {
+    int32_t phase, part;   /* part: the unit of ATTEND, the piece of DOWN, else 0 */
+    int32_t item;          /* the tile within the unit, or the chunk */
+    int32_t vector;        /* the vector of this block that it needs */
+    int32_t last;          /* of this warp in this phase */
+};
+
+struct shared {
+    uint64_t full[MAX_WARPS], empty[MAX_WARPS];   /* mbarriers of the slots */
+    uint64_t tiles;                /* mbarrier: tiles of a unit that are summed */
+    struct tag tag[MAX_WARPS];     /* what each slot holds */
+    uint32_t vectors;              /* vectors put in place so far */
+    float scale;                   /* of the vector in place */
+    uint32_t arrived;              /* one loader tells the others */
+    float sums[LOADER_WARPS];
+    float tile_max[UNIT_TILES][HEADS], tile_weight[UNIT_TILES][HEADS];
+};
+enum { SHARED_BYTES = 1024 };      /* struct shared, then the vector, then the slots */
+
+DEVICE struct shared *block_state(void)
 {
-    for (int m = 16; m; m >>= 1) v += shfl_xor_f32(v, m);
-    return v;
+    return (struct shared *)shared_memory();
 }
 
-DEVICE float block_sum(float v, float *shared)   /* shared[32] */
+DEVICE char *vector_area(void) { return shared_memory() + SHARED_BYTES; }
+
+DEVICE char *slot(const struct layer_args *a, int w)
 {
-    int warps = (int)blockDim.x / 32;
-    v = warp_sum(v);
-    __syncthreads();                             /* shared may still be read */
-    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
-    __syncthreads();
-    v = 0;
-    for (int w = 0; w < warps; w++) v += shared[w];
-    return v;
+    return vector_area() + a->g.vector_bytes + w * a->g.slot_bytes;
 }
 
-/* the grid barrier */
-DEVICE void grid_barrier(uint32_t *barrier, uint32_t *arrivals)
+DEVICE float *tile_sums(const struct layer_args *a, int tile)   /* [HEADS][hd] */
 {
-    *arrivals += gridDim.x;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        atomic_add_release(barrier, 1);
-        wait_at_least(barrier, *arrivals);
+    return (float *)vector_area() + tile * HEADS * a->hd;
+}
+
+DEVICE uint16_t *unit_queries(const struct layer_args *a)       /* hi, lo: [HEADS][hd] */
+{
+    return (uint16_t *)tile_sums(a, UNIT_TILES);
+}
+
+/* stream: who does what */
+DEVICE int first_chunk(const struct layer_args *a, int phase)   /* of this block */
+{
+    int before = 0, blocks = (int)gridDim.x;
+    for (int p = QKV; p < phase; p++) before += p == ATTEND ? 0 : a->g.chunks[p];
+    return (int)(blockIdx.x + blocks - before % blocks) % blocks;
+}
+
+struct span { int units, tiles; };    /* of each group, at this position */
+
+DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
+{
+    struct span n;
+    n.tiles = (int)(pos / TILE_KEYS) + 1;
+    n.units = (n.tiles + UNIT_TILES - 1) / UNIT_TILES;
+    if (n.units < a->g.unit_limit) n.units = a->g.unit_limit;
+    if (n.units > n.tiles) n.units = n.tiles;
+    return n;
+}
+
+DEVICE int first_tile(struct span n, int unit)   /* unit may be n.units: the end */
+{
+    return (int)((int64_t)n.tiles * unit / n.units);
+}
+
+DEVICE int units_of_block(const struct layer_args *a, struct span n)
+{
+    int units = n.units * a->g.groups, b = (int)blockIdx.x;
+    return b < units ? (units - b - 1) / (int)gridDim.x + 1 : 0;
+}
+
+struct share { int team, teams, first_piece; };   /* no team: first_piece = pieces */
+
+DEVICE struct share share_of_down(const struct layer_args *a)
+{
+    int blocks = (int)gridDim.x, b = (int)blockIdx.x, pieces = a->g.pieces;
+    struct share s = { 0, 1, b };
+    if (blocks < pieces) return s;
+    s.teams = blocks / pieces;
+    s.team = b / pieces;
+    s.first_piece = s.team < s.teams ? b % pieces : pieces;
+    return s;
+}
+
+/* stream: small helpers */
+DEVICE int lane_id(void) { return (int)threadIdx.x % 32; }
+
+DEVICE int loader_thread(const struct layer_args *a)
+{
+    return (int)threadIdx.x - 32 * a->g.warps;
+}
+
+DEVICE void loaders_meet(void) { named_barrier_sync(1, LOADERS); }
+
+/* stream: the producer */
+struct producer {
+    uint64_t policy;
+    int w;               /* the next slot */
+    uint32_t parities;   /* of each slot's empty barrier, a bit each */
+};
+
+/* stream: offer a slot, and move on */
+DEVICE void offer(struct shared *s, const struct producer *p, struct tag tag,
+                  uint32_t bytes)
+{
+    mbarrier_wait(s->empty + p->w, p->parities >> p->w & 1);
+    s->tag[p->w] = tag;
+    mbarrier_expect(s->full + p->w, bytes);
+}
+
+DEVICE void next_slot(const struct layer_args *a, struct producer *p, int used)
+{
+    p->parities ^= (uint32_t)used << p->w;
+    if (++p->w == a->g.warps) p->w = 0;
+}
+
+/* stream: copy rows into a slot */
+DEVICE void copy(const struct layer_args *a, struct shared *s, const struct producer *p,
+                 int64_t to, const uint16_t *from, int64_t elements)
+{
+    bulk_load(slot(a, p->w) + to, from, (uint32_t)(2 * elements), s->full + p->w,
+              p->policy);
+}
+
+/* stream: produce a product */
+struct rows { const uint16_t *low, *high; int count; };   /* count of each */
+
+/* stream: the rows of a chunk */
+DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t total)
+{
+    int64_t left = total - (int64_t)c * a->g.pairs[phase];
+    return (int)(left < a->g.pairs[phase] ? left : a->g.pairs[phase]);
+}
+
+DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
+{
+    int64_t first = (int64_t)c * a->g.pairs[phase], q = (int64_t)a->n_q * a->hd;
+    if (phase == QKV) {
+        /* the rows of a chunk of queries, keys or values */
+        int half = a->hd / 2, head = (int)(first / half), i = (int)(first % half);
+        int kv = (head - a->n_q) % a->n_kv;
+        const uint16_t *W = head < a->n_q ? a->q : head < a->n_q + a->n_kv ? a->k : a->v;
+        int64_t row = (int64_t)(head < a->n_q ? head : kv) * a->hd + i;
+        struct rows r = { W + row * a->d, W + (row + half) * a->d, a->g.pairs[QKV] };
+        return r;
     }
-    __syncthreads();
-}
-
-/* a vector in shared memory, laid out for 16-byte weight loads */
-DEVICE int64_t slot(int64_t i, int64_t n)
-{
-    return (i / 8) * 4 + i % 4 + (i & 4 ? n / 2 : 0);
-}
-
-/* two dot products at once */
-struct four { float v[4]; };   /* read as 16 bytes */
-
-DEVICE float dot8(bits128 w, const float *low, const float *high, float sum)
-{
-    struct four x = *(const struct four *)low, y = *(const struct four *)high;
-    for (int i = 0; i < 2; i++) {
-        sum = fmaf(bits_f32(w.v[i] << 16), x.v[2 * i], sum);
-        sum = fmaf(bits_f32(w.v[i] & 0xffff0000u), x.v[2 * i + 1], sum);
+    if (phase == OUT) {
+        struct rows r = { a->o + first * q, a->o + (first + a->d / 2) * q,
+                          pairs_left(a, phase, c, a->d / 2) };
+        return r;
     }
-    for (int i = 0; i < 2; i++) {
-        sum = fmaf(bits_f32(w.v[2 + i] << 16), y.v[2 * i], sum);
-        sum = fmaf(bits_f32(w.v[2 + i] & 0xffff0000u), y.v[2 * i + 1], sum);
+    struct rows r = { a->gate + first * a->d, a->up + first * a->d,
+                      pairs_left(a, phase, c, a->ffn) };
+    return r;
+}
+
+DEVICE void produce_phase(const struct layer_args *a, struct shared *s,
+                          struct producer *p, int phase, int vector)
+{
+    int64_t n = phase == OUT ? (int64_t)a->n_q * a->hd : a->d;
+    int step = (int)gridDim.x;
+    for (int c = first_chunk(a, phase); c < a->g.chunks[phase]; c += step) {
+        struct rows r = rows_of(a, phase, c);
+        int last = c + a->g.warps * step >= a->g.chunks[phase];
+        struct tag tag = { phase, 0, c, vector, last };
+        offer(s, p, tag, (uint32_t)(4 * r.count * n));
+        copy(a, s, p, 0, r.low, r.count * n);
+        copy(a, s, p, 2 * r.count * n, r.high, r.count * n);
+        next_slot(a, p, 1);
+    }
+}
+
+DEVICE int64_t piece_width(const struct layer_args *a, int piece)
+{
+    int64_t left = a->ffn - (int64_t)piece * a->g.piece;
+    return left < a->g.piece ? left : a->g.piece;
+}
+
+DEVICE void produce_down(const struct layer_args *a, struct shared *s,
+                         struct producer *p, int piece, int vector)
+{
+    struct share share = share_of_down(a);
+    int64_t n = piece_width(a, piece), at = (int64_t)piece * a->g.piece;
+    while (p->w) next_slot(a, p, 0);   /* each of a row's pieces to the same warp */
+    for (int c = share.team; c < a->g.chunks[DOWN]; c += share.teams) {
+        int last = c + a->g.warps * share.teams >= a->g.chunks[DOWN];
+        int count = pairs_left(a, DOWN, c, a->d / 2);
+        const uint16_t *low = a->down + (int64_t)c * a->g.pairs[DOWN] * a->ffn + at;
+        struct tag tag = { DOWN, piece, c, vector, last };
+        offer(s, p, tag, (uint32_t)(4 * count * n));
+        for (int r = 0; r < 2 * count; r++)
+            copy(a, s, p, 2 * r * n,
+                 low + (r < count ? r : r - count + a->d / 2) * a->ffn, n);
+        next_slot(a, p, 1);
+    }
+}
+
+/* stream: produce a unit of attention */
+DEVICE void produce_unit(const struct layer_args *a, struct shared *s,
+                         struct producer *p, struct span n, int64_t pos, int unit,
+                         int vector)
+{
+    int group = unit % a->g.groups, kv = group / a->g.octets, split = unit / a->g.groups;
+    for (int t = first_tile(n, split); t < first_tile(n, split + 1); t++) {
+        int64_t first = (int64_t)t * TILE_KEYS, old = pos - first;
+        if (old > TILE_KEYS) old = TILE_KEYS;
+        int64_t at = (kv * a->pos.rows + first) * a->hd;
+        struct tag tag = { ATTEND, unit, t - first_tile(n, split), vector, 0 };
+        offer(s, p, tag, (uint32_t)(4 * old * a->hd));
+        if (old) {
+            copy(a, s, p, 0, a->k_cache + at, old * a->hd);
+            copy(a, s, p, 2 * TILE_KEYS * a->hd, a->v_cache + at, old * a->hd);
+        }
+        next_slot(a, p, 1);
+    }
+}
+
+DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
+{
+    struct producer p = { evict_first(), 0, ~0u };   /* the first wait for a slot passes */
+    struct span n = span_at(a, pos);
+    int vector = 0, units = units_of_block(a, n);
+    produce_phase(a, s, &p, QKV, 0);
+    for (int u = 0; u < units; u++)
+        produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x), ++vector);
+    produce_phase(a, s, &p, OUT, ++vector);
+    produce_phase(a, s, &p, GATE_UP, ++vector);
+    for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
+         piece += (int)gridDim.x)
+        produce_down(a, s, &p, piece, ++vector);
+    for (int w = 0; w < a->g.warps; w++) {
+        struct tag end = { THE_END, 0, 0, 0, 0 };
+        offer(s, &p, end, 0);
+        next_slot(a, &p, 1);
+    }
+}
+
+/* stream: the loaders */
+/* stream: count what is done, and wait for it */
+DEVICE void wait_for_phase(const struct layer_args *a, int phase, uint32_t launch)
+{
+    uint32_t each = phase == ATTEND ? (uint32_t)a->g.groups
+                  : phase > DOWN ? (uint32_t)a->g.chunks[DOWN]
+                  : (uint32_t)a->g.chunks[phase];
+    if (loader_thread(a) == 0)
+        wait_at_least(a->done + phase * LINE, (launch + 1) * each);
+    loaders_meet();
+}
+
+DEVICE void publish(const struct layer_args *a, struct shared *s, uint32_t vector)
+{
+    loaders_meet();
+    if (loader_thread(a) == 0) publish_in_block(&s->vectors, vector);
+}
+
+/* stream: put a vector in place */
+struct eight { float v[8]; };
+
+DEVICE void split(const struct eight *x, uint16_t *hi, uint16_t *lo)
+{
+    bits128 h, l;
+    for (int i = 0; i < 4; i++) {
+        uint16_t a = f32_to_bf16(x->v[2 * i]), b = f32_to_bf16(x->v[2 * i + 1]);
+        uint16_t c = f32_to_bf16(x->v[2 * i] - bf16_to_f32(a));
+        uint16_t d = f32_to_bf16(x->v[2 * i + 1] - bf16_to_f32(b));
+        h.v[i] = a | (uint32_t)b << 16;
+        l.v[i] = c | (uint32_t)d << 16;
+    }
+    *(bits128 *)hi = h;
+    *(bits128 *)lo = l;
+}
+
+/* stream: read eight numbers */
+DEVICE struct eight eight_bf16(bits128 b)
+{
+    struct eight x;
+    for (int i = 0; i < 4; i++) {
+        x.v[2 * i] = bits_f32(b.v[i] << 16);
+        x.v[2 * i + 1] = bits_f32(b.v[i] & 0xffff0000u);
+    }
+    return x;
+}
+
+DEVICE struct eight eight_f32(const float *f)
+{
+    struct eight x;
+    bits128 low = load_16(f), high = load_16(f + 4);
+    for (int i = 0; i < 4; i++) {
+        x.v[i] = bits_f32(low.v[i]);
+        x.v[4 + i] = bits_f32(high.v[i]);
+    }
+    return x;
+}
+
+DEVICE float weigh(struct eight *x, bits128 weight, float squares)
+{
+    struct eight w = eight_bf16(weight);
+    for (int i = 0; i < 8; i++) {
+        squares = fmaf(x->v[i], x->v[i], squares);
+        x->v[i] *= w.v[i];
+    }
+    return squares;
+}
+
+enum { IN_FLIGHT = 4 };   /* eights that a loader has in flight */
+
+DEVICE void put_vector(const struct layer_args *a, struct shared *s, const float *f,
+                       const uint16_t *b, const uint16_t *weight, int64_t n)
+{
+    uint16_t *hi = (uint16_t *)vector_area(), *lo = hi + n;
+    float squares = 0;
+    for (int64_t i = 0; i < n; i += 8 * LOADERS * IN_FLIGHT) {
+        struct eight x[IN_FLIGHT];
+        bits128 w[IN_FLIGHT];
+        /* fetch the eights and their weights */
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            int64_t j = i + 8 * (loader_thread(a) + LOADERS * u);
+            if (j >= n) break;
+            x[u] = f ? eight_f32(f + j) : eight_bf16(load_16(b + j));
+            if (weight) w[u] = load_16(weight + j);
+        }
+        if (b && i == 0) named_barrier_arrive(2, LOADERS + 32);
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            int64_t j = i + 8 * (loader_thread(a) + LOADERS * u);
+            if (j >= n) break;
+            if (weight) squares = weigh(&x[u], w[u], squares);
+            split(&x[u], hi + j, lo + j);
+        }
+    }
+    if (!weight && loader_thread(a) == 0) s->scale = 1;
+    if (weight) {
+        /* add up the squares and set the scale */
+        for (int m = 16; m; m /= 2) squares += shfl_xor_f32(squares, m);
+        if (lane_id() == 0) s->sums[loader_thread(a) / 32] = squares;
+        loaders_meet();
+        squares = 0;
+        for (int i = 0; i < LOADER_WARPS; i++) squares += s->sums[i];
+        if (loader_thread(a) == 0) s->scale = rsqrtf(squares / (float)n + a->eps);
+    }
+}
+
+/* stream: attend a unit */
+/* stream: put the queries of a unit in place */
+DEVICE int heads_of(const struct layer_args *a, int group, int *first)
+{
+    int rep = a->n_q / a->n_kv, octet = group % a->g.octets;
+    *first = group / a->g.octets * rep + octet * HEADS;
+    return rep - octet * HEADS < HEADS ? rep - octet * HEADS : HEADS;
+}
+
+DEVICE void put_queries(const struct layer_args *a, int group)
+{
+    uint16_t *hi = unit_queries(a), *lo = hi + HEADS * a->hd;
+    int first, heads = heads_of(a, group, &first);
+    for (int i = loader_thread(a) * 8; i < HEADS * a->hd; i += 8 * LOADERS) {
+        struct eight q = {{ 0 }};
+        if (i < heads * a->hd) q = eight_f32(a->roped_q + first * a->hd + i);
+        for (int j = 0; j < 8; j++) q.v[j] *= a->score_scale;
+        split(&q, hi + i, lo + i);
+    }
+}
+
+/* stream: merge the tiles of a unit */
+struct merged { float max, weight, sum[4]; };
+
+DEVICE void merge(struct merged *m, float max, float weight, bits128 sum)
+{
+    float larger = fmaxf(m->max, max);
+    float e = expf(m->max - larger), f = expf(max - larger);
+    m->weight = e * m->weight + f * weight;
+    for (int j = 0; j < 4; j++) m->sum[j] = e * m->sum[j] + f * bits_f32(sum.v[j]);
+    m->max = larger;
+}
+
+DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, int tiles,
+                        int group, int split)
+{
+    int head = loader_thread(a) / 32, i = lane_id() * 4;
+    int64_t at = ((int64_t)group * a->g.max_units + split) * HEADS + head;
+    if (i >= a->hd) return;
+    struct merged m = { s->tile_max[0][head], 0, { 0, 0, 0, 0 } };
+    for (int t = 0; t < tiles; t++)
+        merge(&m, s->tile_max[t][head], s->tile_weight[t][head],
+              *(const bits128 *)(tile_sums(a, t) + head * a->hd + i));
+    for (int j = 0; j < 4; j++) a->unit_sum[at * a->hd + i + j] = m.sum[j];
+    if (i == 0) a->unit_max[at] = m.max, a->unit_weight[at] = m.weight;
+}
+
+/* stream: merge the units of a group */
+enum { FETCH = 4 };   /* units in flight */
+
+DEVICE void merge_units(const struct layer_args *a, struct span n, int group)
+{
+    int first, heads = heads_of(a, group, &first), head = loader_thread(a) / 32;
+    int i = lane_id() * 4;
+    if (head < heads && i < a->hd) {
+        int64_t at = (int64_t)group * a->g.max_units * HEADS + head;
+        struct merged m = { a->unit_max[at], 0, { 0, 0, 0, 0 } };
+        for (int u = 0; u < n.units; u += FETCH) {
+            /* fetch some units and merge them */
+            float max[FETCH], weight[FETCH];
+            bits128 sum[FETCH];
+            UNROLL(4)
+            for (int k = 0; k < FETCH; k++) {
+                int64_t from = at + (u + k) * HEADS;
+                if (u + k >= n.units) break;
+                max[k] = a->unit_max[from], weight[k] = a->unit_weight[from];
+                sum[k] = load_16(a->unit_sum + from * a->hd + i);
+            }
+            UNROLL(4)
+            for (int k = 0; k < FETCH; k++)
+                if (u + k < n.units) merge(&m, max[k], weight[k], sum[k]);
+        }
+        for (int j = 0; j < 4; j++)
+            a->attended[(first + head) * a->hd + i + j] = m.sum[j] / m.weight;
+    }
+    loaders_meet();
+    if (loader_thread(a) == 0) atomic_add_release(a->done + ATTEND * LINE, 1);
+}
+
+DEVICE void attend_unit(const struct layer_args *a, struct shared *s, struct span n,
+                        int unit, int turn, uint32_t vector)
+{
+    int group = unit % a->g.groups, split = unit / a->g.groups, t = loader_thread(a);
+    int tiles = first_tile(n, split + 1) - first_tile(n, split);
+    put_queries(a, group);
+    publish(a, s, vector);
+    if (t == 0)
+        for (int i = tiles; i < UNIT_TILES; i++) mbarrier_arrive(&s->tiles);
+    mbarrier_wait(&s->tiles, (uint32_t)turn & 1);
+    merge_tiles(a, s, tiles, group, split);
+    /* tell the others that the unit is done */
+    loaders_meet();
+    if (t == 0) {
+        s->arrived = atomic_add_acq_rel(a->units_done + group * LINE, 1);
+        if (s->arrived + 1 == (uint32_t)n.units)
+            store_relaxed(a->units_done + group * LINE, 0);   /* for the next step */
+    }
+    loaders_meet();
+    if (s->arrived + 1 == (uint32_t)n.units) merge_units(a, n, group);
+    loaders_meet();
+}
+
+APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t pos)
+{
+    uint32_t launch = a->launches[blockIdx.x];
+    uint32_t vector = 0;
+    struct span n = span_at(a, pos);
+    int units = units_of_block(a, n), t = loader_thread(a);
+    put_vector(a, s, 0, a->x, a->in_norm, a->d);
+    publish(a, s, ++vector);
+    if (units) wait_for_phase(a, QKV, launch);
+    for (int u = 0; u < units; u++)
+        attend_unit(a, s, n, (int)(blockIdx.x + u * gridDim.x), u, ++vector);
+    wait_for_phase(a, ATTEND, launch);
+    put_vector(a, s, a->attended, 0, 0, (int64_t)a->n_q * a->hd);
+    publish(a, s, ++vector);
+    wait_for_phase(a, OUT, launch);
+    put_vector(a, s, a->x1, 0, a->post_norm, a->d);
+    publish(a, s, ++vector);
+    /* put the pieces of the gated vector in place */
+    int last = GATE_UP;
+    for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
+         piece += (int)gridDim.x) {
+        wait_for_phase(a, last, launch);
+        put_vector(a, s, a->act + (int64_t)piece * a->g.piece, 0, 0, piece_width(a, piece));
+        publish(a, s, ++vector);
+        last = PHASES + piece;
+    }
+    if (t == 0) a->launches[blockIdx.x] = launch + 1;
+}
+
+/* stream: the consumers */
+/* stream: the diagonal product */
+DEVICE void multiply_16_bytes(float c[4], bits128 low, bits128 high, bits128 x)
+{
+    uint32_t a0[4] = { low.v[0], high.v[0], low.v[1], high.v[1] };
+    uint32_t a1[4] = { low.v[2], high.v[2], low.v[3], high.v[3] };
+    mma_bf16(c, a0, x.v);
+    mma_bf16(c, a1, x.v + 2);
+}
+
+struct pair { float low, high; };
+enum { RUN = 256, RUNS = 2 };   /* elements of a run; runs of a step */
+struct run { bits128 low, high, hi, lo; };
+
+DEVICE struct run read_run(const uint16_t *low, const uint16_t *high, const uint16_t *hi,
+                           int n, int i)
+{
+    struct run r;
+    r.low = *(const bits128 *)(low + i);
+    r.high = *(const bits128 *)(high + i);
+    r.hi = *(const bits128 *)(hi + i);
+    r.lo = *(const bits128 *)(hi + n + i);
+    return r;
+}
+
+DEVICE void multiply_run(float c[2][4], struct run r)
+{
+    multiply_16_bytes(c[0], r.low, r.high, r.hi);
+    multiply_16_bytes(c[1], r.low, r.high, r.lo);
+}
+
+DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t *hi,
+                       int n)
+{
+    float c[RUNS][2][4] = {{{ 0 }}};
+    int i = lane_id() * 8, whole = n / (RUN * RUNS) * (RUN * RUNS);
+    if (whole) {
+        struct run now[RUNS], next[RUNS];
+        for (int u = 0; u < RUNS; u++) now[u] = read_run(low, high, hi, n, i + RUN * u);
+        UNROLL(1)
+        for (int k = RUN * RUNS; k < whole; k += RUN * RUNS) {
+            for (int u = 0; u < RUNS; u++)
+                next[u] = read_run(low, high, hi, n, i + k + RUN * u);
+            for (int u = 0; u < RUNS; u++) multiply_run(c[u], now[u]), now[u] = next[u];
+        }
+        for (int u = 0; u < RUNS; u++) multiply_run(c[u], now[u]);
+    }
+    /* multiply what is left of the rows */
+    for (int k = whole; k < n; k += RUN) {
+        struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
+        if (i + k < n) r = read_run(low, high, hi, n, i + k);
+        multiply_run(c[0], r);
+    }
+    /* add up the diagonal */
+    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
+    struct pair sum = { 0, 0 };
+    for (int u = 0; u < 2 * RUNS; u++) {
+        const float *part = c[u / 2][u % 2];
+        sum.low += g % 2 ? part[1] : part[0];
+        sum.high += g % 2 ? part[3] : part[2];
+    }
+    if (!here) sum.low = sum.high = 0;
+    for (int m = 16; m; m /= 2) {
+        sum.low += shfl_xor_f32(sum.low, m);
+        sum.high += shfl_xor_f32(sum.high, m);
     }
     return sum;
 }
 
-enum { AHEAD = 4 };   /* 16-byte loads of each row in flight */
-
-DEVICE void dot_pair(const uint16_t *row_a, const uint16_t *row_b, const float *x,
-                     int64_t n, float *sum_a, float *sum_b)
+/* stream: what becomes of a sum */
+DEVICE int pairs_in(const struct layer_args *a, int phase, int c)
 {
-    const bits128 zero = {{0, 0, 0, 0}};
-    float a = 0, b = 0;
-    for (int64_t i = threadIdx.x % 32 * 8; i < n; i += 256 * AHEAD) {
-        bits128 wa[AHEAD], wb[AHEAD];
-        for (int u = 0; u < AHEAD; u++) {
-            int inside = i + 256 * u < n;
-            wa[u] = inside ? load_stream(row_a + i + 256 * u) : zero;
-            wb[u] = inside ? load_stream(row_b + i + 256 * u) : zero;
-        }
-        for (int u = 0; u < AHEAD; u++) {
-            /* multiply what was loaded, where the vector goes on */
-            const float *low = x + (i + 256 * u) / 2;
-            if (i + 256 * u >= n) break;
-            a = dot8(wa[u], low, low + n / 2, a);
-            b = dot8(wb[u], low, low + n / 2, b);
-        }
-    }
-    *sum_a = warp_sum(a);
-    *sum_b = warp_sum(b);
+    if (phase == QKV) return a->g.pairs[QKV];
+    return pairs_left(a, phase, c, phase == GATE_UP ? a->ffn : a->d / 2);
+}
+
+DEVICE void store_x1(const struct layer_args *a, int64_t i, struct pair y)
+{
+    int64_t j = i + a->d / 2;
+    a->x1[i] = bf16_to_f32(a->x[i]) + y.low;
+    a->x1[j] = bf16_to_f32(a->x[j]) + y.high;
+}
+
+DEVICE void store_act(const struct layer_args *a, int64_t i, struct pair y)
+{
+    a->act[i] = y.low / (1 + expf(-y.low)) * y.high;   /* gate, up */
+}
+
+DEVICE void store_piece(const struct layer_args *a, int piece, int64_t i, struct pair y)
+{
+    a->piece_sum[piece * a->d + i] = y.low;
+    a->piece_sum[piece * a->d + i + a->d / 2] = y.high;
 }
 
 /* RoPE of one pair */
 DEVICE void rotate(float *low, float *high, int64_t pos, double turn)
 {
     double turns = (double)pos * turn * 0.15915494309189533577;   /* 1 / 2 pi */
-    float angle = (float)((turns - rint(turns)) * 6.28318530717958647692);
-    float c = cosf(angle), s = sinf(angle), a = *low, b = *high;
+    float x = (float)(2 * (turns - rint(turns)));                 /* within -1 .. 1 */
+    float c = cospif(x), s = sinpif(x), a = *low, b = *high;
     *low = a * c - b * s;
     *high = b * c + a * s;
 }
 
-/* one launch: the phases */
-DEVICE float inverse_rms(float sum_of_squares, const struct layer_args *a, float *shared)
+DEVICE void store_qkv(const struct layer_args *a, int64_t pos, int64_t pair,
+                      struct pair y)
 {
-    return rsqrtf(block_sum(sum_of_squares, shared) / (float)a->d + a->eps);
-}
-
-DEVICE float *normed_input(const struct layer_args *a)   /* shared h[d] */
-{
-    float *shared = (float *)shared_memory(), *h = shared + 32, sum = 0;
-    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x) {
-        float x = bf16_to_f32(a->x[i]);
-        sum = fmaf(x, x, sum);
+    int half = a->hd / 2, head = (int)(pair / half), i = (int)(pair % half);
+    int is_q = head < a->n_q, is_v = head >= a->n_q + a->n_kv;
+    if (!is_v) rotate(&y.low, &y.high, pos, a->turn[i]);
+    if (is_q) {
+        a->roped_q[head * a->hd + i] = y.low;
+        a->roped_q[head * a->hd + i + half] = y.high;
+        return;
     }
-    float scale = inverse_rms(sum, a, shared);
-    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x)
-        h[slot(i, a->d)] = bf16_to_f32(a->x[i]) * scale * bf16_to_f32(a->in_norm[i]);
-    __syncthreads();
-    return h;
+    uint16_t *cache = is_v ? a->v_cache : a->k_cache;
+    int64_t at = ((head - a->n_q) % a->n_kv * a->pos.rows + pos) * a->hd + i;
+    cache[at] = f32_to_bf16(y.low);
+    cache[at + half] = f32_to_bf16(y.high);
 }
 
-DEVICE int first_unit(void)   /* of this warp; units are dealt out warp by warp */
+/* stream: add up the pieces */
+DEVICE void add_pieces(const struct layer_args *a, int64_t row)
 {
-    return (int)(threadIdx.x / 32 * gridDim.x + blockIdx.x);
+    float sum = a->x1[row];
+    for (int p = 0; p < a->g.pieces; p++) sum += a->piece_sum[p * a->d + row];
+    a->x_out[row] = f32_to_bf16(sum);
 }
 
-DEVICE int unit_step(void)
+DEVICE void finish_down(const struct layer_args *a, struct tag tag, int w)
 {
-    return (int)(gridDim.x * (blockDim.x / 32));
+    struct share share = share_of_down(a);
+    uint32_t before = 0, *count = a->pieces_done + share.team * MAX_WARPS + w;
+    if (lane_id() == 0) before = atomic_add_acq_rel(count, 1);
+    before = shfl_u32(before, 0);
+    if (before + 1 != (uint32_t)a->g.pieces) return;
+    if (lane_id() == 0) store_relaxed(count, 0);   /* for the next step */
+    __syncwarp();
+    int step = share.teams * a->g.warps, first = tag.item % step;
+    int pairs = a->g.pairs[DOWN], chunks = (a->g.chunks[DOWN] - first - 1) / step + 1;
+    for (int i = lane_id(); i < chunks * pairs; i += 32) {
+        int64_t row = (int64_t)(first + i / pairs * step) * pairs + i % pairs;
+        if (row >= a->d / 2) continue;
+        add_pieces(a, row);
+        add_pieces(a, row + a->d / 2);
+    }
 }
 
-DEVICE void project_qkv(const struct layer_args *a, int64_t pos)
+/* stream: multiply the rows of a chunk */
+DEVICE void multiply_chunk(const struct layer_args *a, struct shared *s, int64_t pos,
+                           int w, struct tag tag)
 {
-    const float *h = normed_input(a);
-    int half = a->hd / 2, units = (a->n_q + 2 * a->n_kv) * half;
-    for (int u = first_unit(); u < units; u += unit_step()) {
-        int head = u / half, i = u % half;
-        /* find the rows of pair i of this head */
-        int is_q = head < a->n_q, is_k = !is_q && head < a->n_q + a->n_kv;
-        int local = is_q ? head : (head - a->n_q) % a->n_kv;
-        const uint16_t *W = is_q ? a->q : is_k ? a->k : a->v;
-        const uint16_t *row = W + (int64_t)(local * a->hd + i) * a->d;
-        float low, high;
-        dot_pair(row, row + half * a->d, h, a->d, &low, &high);
-        if (threadIdx.x % 32 == 0) {
-            /* rotate the pair and put it where attention finds it */
-            if (is_q || is_k) rotate(&low, &high, pos, a->turn[i]);
-            int64_t at = (local * a->pos.rows + pos) * a->hd + i;
-            if (is_q) {
-                a->roped_q[local * a->hd + i] = low;
-                a->roped_q[local * a->hd + i + half] = high;
-            } else {
-                uint16_t *cache = is_k ? a->k_cache : a->v_cache;
-                cache[at] = f32_to_bf16(low);
-                cache[at + half] = f32_to_bf16(high);
-            }
+    const uint16_t *weights = (const uint16_t *)slot(a, w);
+    const uint16_t *vector = (const uint16_t *)vector_area();
+    int64_t n = tag.phase == OUT ? (int64_t)a->n_q * a->hd
+              : tag.phase == DOWN ? piece_width(a, tag.part) : a->d;
+    int count = pairs_in(a, tag.phase, tag.item);
+    struct pair mine = { 0, 0 };
+    for (int i = 0; i < count; i++) {
+        struct pair sum = dot(weights + i * n, weights + (count + i) * n, vector, (int)n);
+        if (lane_id() == i) mine = sum;
+    }
+    mine.low *= s->scale, mine.high *= s->scale;
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(s->empty + w);
+    /* store the sums */
+    if (lane_id() < count) {
+        int64_t i = (int64_t)tag.item * a->g.pairs[tag.phase] + lane_id();
+        if (tag.phase == QKV) store_qkv(a, pos, i, mine);
+        else if (tag.phase == OUT) store_x1(a, i, mine);
+        else if (tag.phase == GATE_UP) store_act(a, i, mine);
+        else store_piece(a, tag.part, i, mine);
+    }
+    __syncwarp();
+}
+
+/* stream: attend a tile */
+/* stream: fetch the row that is being written */
+DEVICE void fetch_row(const struct layer_args *a, uint16_t *K, uint16_t *V, int kv,
+                      int64_t pos, int row)
+{
+    int i = lane_id() % 16 * 8;
+    const uint16_t *cache = lane_id() < 16 ? a->k_cache : a->v_cache;
+    uint16_t *to = lane_id() < 16 ? K : V;
+    if (i < a->hd)
+        *(bits128 *)(to + row * a->hd + i)
+            = load_16(cache + (kv * a->pos.rows + pos) * a->hd + i);
+    __syncwarp();
+}
+
+/* stream: the softmax of a tile */
+DEVICE void soften(struct shared *s, float score[TILE_KEYS / 16][4], float *p, int tile)
+{
+    int g = lane_id() / 4, t = lane_id() % 4;
+    for (int j = 0; j < 2; j++) {
+        float max = -INFINITY, sum = 0;
+        for (int m = 0; m < TILE_KEYS / 16; m++)
+            max = fmaxf(max, fmaxf(score[m][j], score[m][2 + j]));
+        for (int m = 4; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+        for (int m = 0; m < TILE_KEYS / 16; m++) {
+            float e = expf(score[m][j] - max), f = expf(score[m][2 + j] - max);
+            p[(16 * m + g) * HEADS + 2 * t + j] = e;
+            p[(16 * m + g + 8) * HEADS + 2 * t + j] = f;
+            sum += e + f;
+        }
+        for (int m = 4; m < 32; m *= 2) sum += shfl_xor_f32(sum, m);
+        if (g == 0) s->tile_max[tile][2 * t + j] = max, s->tile_weight[tile][2 * t + j] = sum;
+    }
+}
+
+/* stream: score a tile */
+DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K, int keys,
+                       int tile, int hd)
+{
+    const uint16_t *hi = unit_queries(a), *lo = hi + HEADS * hd;
+    int g = lane_id() / 4, t = lane_id() % 4;
+    float score[TILE_KEYS / 16][4];
+    UNROLL(4)
+    for (int m = 0; m < TILE_KEYS / 16; m++) {
+        const uint16_t *key = K + (16 * m + g) * hd;
+        float c[4] = { 0, 0, 0, 0 };
+        UNROLL(4)
+        for (int j = 0; j < hd / 32; j++) {
+            int i = 8 * t + 32 * j;
+            bits128 x = *(const bits128 *)(key + i);
+            bits128 y = *(const bits128 *)(key + 8 * hd + i);
+            multiply_16_bytes(c, x, y, *(const bits128 *)(hi + g * hd + i));
+            multiply_16_bytes(c, x, y, *(const bits128 *)(lo + g * hd + i));
+        }
+        for (int i = 0; i < 4; i++)
+            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? c[i] : -INFINITY;
+    }
+    __syncwarp();
+    soften(s, score, (float *)K, tile);
+    __syncwarp();
+}
+
+/* stream: sum a tile */
+DEVICE void sum_tile(const struct layer_args *a, const float *p, const uint16_t *V,
+                     int keys, int tile, int hd)
+{
+    float sum[HEADS][4] = {{ 0 }};
+    int wide = hd > 64, i = 2 * lane_id();
+    UNROLL(4)
+    for (int key = 0; key < keys; key++) {
+        uint32_t v = *(const uint32_t *)(V + key * hd + i);
+        uint32_t w = wide ? *(const uint32_t *)(V + key * hd + 64 + i) : 0;
+        float x[4] = { bits_f32(v << 16), bits_f32(v & 0xffff0000u),
+                       bits_f32(w << 16), bits_f32(w & 0xffff0000u) };
+        /* add the eight heads' shares of one key */
+        bits128 low = *(const bits128 *)(p + key * HEADS);
+        bits128 high = *(const bits128 *)(p + key * HEADS + 4);
+        for (int h = 0; h < HEADS; h++) {
+            float e = bits_f32(h < 4 ? low.v[h % 4] : high.v[h % 4]);
+            for (int j = 0; j < 4; j++) sum[h][j] = fmaf(e, x[j], sum[h][j]);
         }
     }
+    for (int h = 0; h < HEADS; h++) {
+        float *out = tile_sums(a, tile) + h * hd + i;
+        out[0] = sum[h][0], out[1] = sum[h][1];
+        if (wide) out[64] = sum[h][2], out[65] = sum[h][3];
+    }
 }
 
-enum { SPLIT_KEYS = 128 };
-
-/* one launch: the scores of a tile */
-DEVICE void score_tile(const struct layer_args *a, const float *q, const uint16_t *K,
-                       int keys, int rep, float *s)
+DEVICE void attend_keys(const struct layer_args *a, struct shared *s, uint16_t *K,
+                        uint16_t *V, int keys, int tile, int hd)
 {
-    const bits128 zero = {{0, 0, 0, 0}};
-    int lanes = a->hd / 8, lane = (int)threadIdx.x % lanes;
-    int step = (int)blockDim.x / lanes;
-    for (int key = (int)threadIdx.x / lanes; key < SPLIT_KEYS; key += step) {
-        int inside = key < keys;
-        bits128 k = inside ? load_16(K + (int64_t)key * a->hd + lane * 8) : zero;
-        for (int r = 0; r < rep; r++) {
-            const float *part = q + r * a->hd + lane * 8;
-            float sum = dot8(k, part, part + 4, 0);
-            for (int m = lanes / 2; m; m /= 2) sum += shfl_xor_f32(sum, m);
-            if (lane == 0) s[r * SPLIT_KEYS + key] = inside ? sum : -INFINITY;
+    score_tile(a, s, K, keys, tile, hd);
+    sum_tile(a, (const float *)K, V, keys, tile, hd);
+}
+
+APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos, int w,
+                        struct tag tag)
+{
+    uint16_t *K = (uint16_t *)slot(a, w), *V = K + TILE_KEYS * a->hd;
+    int split = tag.part / a->g.groups, group = tag.part % a->g.groups;
+    int64_t first = (first_tile(span_at(a, pos), split) + tag.item) * (int64_t)TILE_KEYS;
+    int keys = pos - first < TILE_KEYS ? (int)(pos - first) + 1 : TILE_KEYS;
+    if (first + keys - 1 == pos) fetch_row(a, K, V, group / a->g.octets, pos, keys - 1);
+    if (a->hd == 128) attend_keys(a, s, K, V, keys, tag.item, 128);
+    else attend_keys(a, s, K, V, keys, tag.item, 64);
+    proxy_fence();
+    __syncwarp();
+    if (lane_id() == 0) {
+        mbarrier_arrive(s->empty + w);
+        mbarrier_arrive(&s->tiles);
+    }
+}
+
+DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, int w)
+{
+    uint32_t chunks = 0;   /* finished and not yet counted */
+    for (uint32_t parity = 0;; parity ^= 1) {
+        mbarrier_wait(s->full + w, parity);
+        struct tag tag = s->tag[w];
+        if (tag.phase == THE_END) return;
+        if (lane_id() == 0) wait_in_block(&s->vectors, (uint32_t)tag.vector + 1);
+        __syncwarp();
+        if (tag.phase == ATTEND) {
+            attend_tile(a, s, pos, w, tag);
+            continue;
         }
+        multiply_chunk(a, s, pos, w, tag);
+        chunks++;
+        if (!tag.last) continue;
+        /* count this warp's chunks of the phase */
+        if (tag.phase == DOWN) finish_down(a, tag, w);
+        else if (lane_id() == 0) atomic_add_release(a->done + tag.phase * LINE, chunks);
+        if (tag.phase == DOWN && a->g.pieces > (int)gridDim.x && lane_id() == 0)
+            atomic_add_release(a->done + (PHASES + tag.part) * LINE, chunks);
+        chunks = 0;
     }
 }
 
-/* one launch: the weights of a tile */
-DEVICE void weigh_tile(const struct layer_args *a, float *s, int keys, int rep, int kv,
-                       int split)
-{
-    int r = (int)threadIdx.x / 32;
-    if (r >= rep) return;
-    float max = -INFINITY, sum = 0;
-    for (int i = (int)threadIdx.x % 32; i < keys; i += 32)
-        max = fmaxf(max, s[r * SPLIT_KEYS + i]);
-    for (int m = 16; m; m /= 2) max = fmaxf(max, shfl_xor_f32(max, m));
-    for (int i = (int)threadIdx.x % 32; i < keys; i += 32)
-        sum += s[r * SPLIT_KEYS + i] = expf(s[r * SPLIT_KEYS + i] - max);
-    sum = warp_sum(sum);
-    int64_t at = (int64_t)(kv * rep + r) * a->max_splits + split;
-    if (threadIdx.x % 32 == 0) a->split_max[at] = max, a->split_weight[at] = sum;
-}
-
-/* one launch: the sums of a tile */
-DEVICE void sum_tile(const struct layer_args *a, const float *s, const uint16_t *V,
-                     int keys, int rep, int kv, int split)
-{
-    int pairs = a->hd / 2;
-    for (int t = (int)threadIdx.x; t < rep * pairs; t += (int)blockDim.x) {
-        int r = t / pairs, i = t % pairs * 2;
-        float low = 0, high = 0;
-        for (int key = 0; key < keys; key++) {
-            uint32_t v = *(const uint32_t *)(V + (int64_t)key * a->hd + i);
-            low = fmaf(s[r * SPLIT_KEYS + key], bits_f32(v << 16), low);
-            high = fmaf(s[r * SPLIT_KEYS + key], bits_f32(v & 0xffff0000u), high);
-        }
-        float *out = a->split_sum
-                   + ((int64_t)(kv * rep + r) * a->max_splits + split) * a->hd + i;
-        out[0] = low, out[1] = high;
-    }
-}
-
-DEVICE void attend_splits(const struct layer_args *a, int64_t pos)
-{
-    int rep = a->n_q / a->n_kv, splits = (int)(pos / SPLIT_KEYS) + 1;
-    float *q = (float *)shared_memory();          /* [rep][hd] */
-    float *s = q + rep * a->hd;                   /* [rep][SPLIT_KEYS] */
-    for (int u = (int)blockIdx.x; u < splits * a->n_kv; u += (int)gridDim.x) {
-        int kv = u % a->n_kv, split = u / a->n_kv;
-        int64_t first = (int64_t)split * SPLIT_KEYS, left = pos + 1 - first;
-        int keys = left < SPLIT_KEYS ? (int)left : SPLIT_KEYS;
-        int64_t at = (kv * a->pos.rows + first) * a->hd;
-        __syncthreads();                          /* s of the last unit was read */
-        for (int i = (int)threadIdx.x; i < rep * a->hd; i += (int)blockDim.x)
-            q[i] = a->roped_q[kv * rep * a->hd + i] * a->score_scale;
-        __syncthreads();
-        score_tile(a, q, a->k_cache + at, keys, rep, s);
-        __syncthreads();
-        weigh_tile(a, s, keys, rep, kv, split);
-        __syncthreads();
-        sum_tile(a, s, a->v_cache + at, keys, rep, kv, split);
-    }
-}
-
-DEVICE void merge_splits(const struct layer_args *a, int64_t pos)
-{
-    int splits = (int)(pos / SPLIT_KEYS) + 1;
-    int step = (int)(gridDim.x * blockDim.x);
-    for (int t = (int)(blockIdx.x + threadIdx.x * gridDim.x); t < a->n_q * a->hd;
-         t += step) {
-        int64_t head = (int64_t)(t / a->hd) * a->max_splits;
-        float max = -INFINITY, sum = 0, weight = 0;
-        for (int j = 0; j < splits; j++) max = fmaxf(max, a->split_max[head + j]);
-        for (int j = 0; j < splits; j++) {
-            float e = expf(a->split_max[head + j] - max);
-            weight = fmaf(e, a->split_weight[head + j], weight);
-            sum = fmaf(e, a->split_sum[(head + j) * a->hd + t % a->hd], sum);
-        }
-        a->attended[t] = sum / weight;
-    }
-}
-
-DEVICE float *shared_copy(const float *v, int64_t n)
-{
-    float *x = (float *)shared_memory() + 32;
-    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) x[slot(i, n)] = v[i];
-    __syncthreads();
-    return x;
-}
-
-DEVICE void project_out(const struct layer_args *a)   /* x1 = x + W_o attended */
-{
-    int64_t n = (int64_t)a->n_q * a->hd;
-    const float *x = shared_copy(a->attended, n);
-    for (int u = first_unit(); u < a->d / 2; u += unit_step()) {
-        const uint16_t *row = a->o + 2 * u * n;
-        float y[2];
-        dot_pair(row, row + n, x, n, &y[0], &y[1]);
-        if (threadIdx.x % 32 == 0)
-            for (int r = 0; r < 2; r++)
-                a->x1[2 * u + r] = bf16_to_f32(a->x[2 * u + r]) + y[r];
-    }
-}
-
-DEVICE float *normed_x1(const struct layer_args *a)   /* shared h[d] */
-{
-    float *shared = (float *)shared_memory(), *h = shared + 32, sum = 0;
-    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x)
-        sum = fmaf(a->x1[i], a->x1[i], sum);
-    float scale = inverse_rms(sum, a, shared);
-    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x)
-        h[slot(i, a->d)] = a->x1[i] * scale * bf16_to_f32(a->post_norm[i]);
-    __syncthreads();
-    return h;
-}
-
-DEVICE void gate_and_up(const struct layer_args *a)   /* act = silu(gate) * up */
-{
-    const float *h = normed_x1(a);
-    for (int u = first_unit(); u < a->ffn; u += unit_step()) {
-        float gate, up;
-        dot_pair(a->gate + u * a->d, a->up + u * a->d, h, a->d, &gate, &up);
-        if (threadIdx.x % 32 == 0) a->act[u] = gate / (1.0f + expf(-gate)) * up;
-    }
-}
-
-DEVICE void down(const struct layer_args *a)          /* x_out = x1 + W_down act */
-{
-    const float *x = shared_copy(a->act, a->ffn);
-    for (int u = first_unit(); u < a->d / 2; u += unit_step()) {
-        const uint16_t *row = a->down + 2 * u * a->ffn;
-        float y[2];
-        dot_pair(row, row + a->ffn, x, a->ffn, &y[0], &y[1]);
-        if (threadIdx.x % 32 == 0)
-            for (int r = 0; r < 2; r++)
-                a->x_out[2 * u + r] = f32_to_bf16(a->x1[2 * u + r] + y[r]);
-    }
-}
-
-/* one launch: the kernel */
-KERNEL THREADS(512) whole_layer(struct layer_args a)
+/* stream: the kernel */
+KERNEL THREADS(32 * (MAX_WARPS + LOADER_WARPS + 1))
+whole_layer(const IN_PLACE struct layer_args a)
 {
     int64_t pos = position(a.pos);
     if (pos < 0) {
@@ -539,18 +1202,24 @@ KERNEL THREADS(512) whole_layer(struct layer_args a)
         if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
         return;
     }
-    uint32_t arrivals = a.barrier_base[blockIdx.x];
-    project_qkv(&a, pos);
-    grid_barrier(a.barrier, &arrivals);
-    attend_splits(&a, pos);
-    grid_barrier(a.barrier, &arrivals);
-    merge_splits(&a, pos);
-    grid_barrier(a.barrier, &arrivals);
-    project_out(&a);
-    grid_barrier(a.barrier, &arrivals);
-    gate_and_up(&a);
-    grid_barrier(a.barrier, &arrivals);
-    down(&a);
-    if (threadIdx.x == 0) a.barrier_base[blockIdx.x] = arrivals;
+    struct shared *s = block_state();
+    int warp = (int)threadIdx.x / 32;
+    /* stream: prepare the barriers */
+    if (threadIdx.x == 0) {
+        for (int w = 0; w < a.g.warps; w++) {
+            mbarrier_init(s->full + w, 1);
+            mbarrier_init(s->empty + w, 1);
+        }
+        mbarrier_init(&s->tiles, UNIT_TILES);
+        s->vectors = 0;
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (warp < a.g.warps) consume(&a, s, pos, warp);
+    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&a, s, pos);
+    else {
+        named_barrier_sync(2, LOADERS + 32);   /* the loaders' first reads go ahead */
+        if (threadIdx.x % 32 == 0) produce(&a, s, pos);
+    }
 }
 CPU_KERNEL(whole_layer, struct layer_args)

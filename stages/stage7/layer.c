@@ -1,16 +1,42 @@
 /* stages/stage7/layer.c: tangled from layer.nw; change it there. */
+/* stage 7: the host side */
 /* Stage 7, host side: one cooperative launch a step. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include "layer.h"
 
-/* one launch: what the kernel is given */
+/* stream: what the kernel is given */
 /* a position, given or to be found on the device */
 struct position {
     const int64_t *at;   /* device memory, or null */
     int64_t given;       /* the position when at is null */
     int64_t rows;        /* of the cache: valid positions are below */
+};
+
+/* the phases of the stream */
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
+
+enum {
+    MAX_WARPS = 7,      /* consumer warps, and slots, at most */
+    LOADER_WARPS = 8,   /* one for each head of a tile */
+    LOADERS = 32 * LOADER_WARPS,
+    TILE_KEYS = 64,     /* keys of a tile */
+    UNIT_TILES = 7,     /* tiles of a unit at most */
+    HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    LINE = 32,          /* counters are this many words apart: 128 bytes */
+};
+
+/* how the layer is cut into chunks */
+struct geometry {
+    int64_t slot_bytes, vector_bytes;
+    int32_t warps;             /* consumers, each with a slot */
+    int32_t pairs[PHASES];     /* rows pairs of a chunk, at most; a power of two */
+    int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
+    int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
+    int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
+    int32_t unit_limit;        /* splits of a group beyond which units grow */
+    int32_t max_units;         /* splits of a group in the longest sequence */
 };
 
 struct layer_args {
@@ -30,20 +56,24 @@ struct layer_args {
     int64_t d, ffn;
     int32_t n_q, n_kv, hd;
     float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
+    struct geometry g;
+    /* scratch memory between the phases */
     float *roped_q;            /* [n_q * hd] */
-    float *split_sum;          /* [n_q][splits][hd]: sums of p V, not normalised */
-    float *split_max;          /* [n_q][splits]: largest score */
-    float *split_weight;       /* [n_q][splits]: sum of p */
+    float *unit_sum;           /* [groups][max_units][HEADS][hd]: sums of p V */
+    float *unit_max;           /* [groups][max_units][HEADS]: largest score */
+    float *unit_weight;        /* [groups][max_units][HEADS]: sum of p */
     float *attended;           /* [n_q * hd] */
     float *x1;                 /* [d]: the residual stream after attention */
     float *act;                /* [ffn]: silu(gate) * up */
-    uint32_t *barrier;         /* arrivals since the layer was built */
-    uint32_t *barrier_base;    /* [blocks]: arrivals before this launch */
-    int32_t max_splits;
+    float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
+    /* counters between the blocks */
+    uint32_t *done;            /* [PHASES + pieces] * LINE: chunks finished since build */
+    uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
+    uint32_t *units_done;      /* [groups] * LINE: units of this step */
+    uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
 };
 
 void whole_layer(struct layer_args);
-enum { BLOCK_THREADS = 512, SPLIT_KEYS = 128 };
 struct layer {
     /* what every handle keeps */
     layer_config c;
@@ -55,6 +85,7 @@ struct layer {
     int blocks;                    /* thread blocks of a launch that fills the chip */
     struct layer_args args;        /* all but x, pos and x_out */
     size_t shared;                 /* bytes of dynamic shared memory a block */
+    unsigned threads;
 };
 
 /* take a piece of scratch memory */
@@ -65,31 +96,76 @@ static void *take(char **at, size_t bytes)
     return piece;
 }
 
-/* one launch: divide the scratch memory */
+/* stream: cut the layer into chunks */
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int32_t pairs_of(int64_t slot_bytes, int64_t columns, int64_t divides)
+{
+    int32_t pairs = 4;
+    while (pairs > 1 && (4 * pairs * columns > slot_bytes || divides % pairs)) pairs /= 2;
+    return pairs;
+}
+
+static int32_t chunks_of(int64_t pairs, int32_t pairs_of_chunk)
+{
+    return (int32_t)((pairs + pairs_of_chunk - 1) / pairs_of_chunk);
+}
+
+static void cut(struct geometry *g, const layer_config *c)
+{
+    int64_t q = c->n_q * c->hd, widest = larger(c->d, q), rep = c->n_q / c->n_kv;
+    g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
+    g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
+    g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
+    g->slot_bytes = larger(4 * widest, 4 * TILE_KEYS * c->hd);
+    g->vector_bytes = larger(4 * widest,
+                             4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
+    g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
+    g->groups = (int32_t)c->n_kv * g->octets;
+    g->unit_limit = g->groups < 128 ? 128 / g->groups : 1;
+    int64_t tiles = (c->max_seq_len + TILE_KEYS - 1) / TILE_KEYS;
+    g->max_units = (int32_t)larger(g->unit_limit, (tiles + UNIT_TILES - 1) / UNIT_TILES);
+    /* count the pairs and chunks of each product */
+    g->pairs[QKV] = pairs_of(g->slot_bytes, c->d, c->hd / 2);
+    g->pairs[OUT] = pairs_of(g->slot_bytes, q, 1 << 20);
+    g->pairs[GATE_UP] = pairs_of(g->slot_bytes, c->d, 1 << 20);
+    g->pairs[DOWN] = pairs_of(g->slot_bytes, g->piece, 1 << 20);
+    g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
+    g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
+    g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
+    g->chunks[DOWN] = chunks_of(c->d / 2, g->pairs[DOWN]);
+}
+
+/* stream: divide the scratch memory */
 static char *divide_scratch(layer *l, char *at)
 {
     struct layer_args *a = &l->args;
-    size_t q = (size_t)(l->c.n_q * l->c.hd), f = sizeof(float);
-    a->max_splits = (int32_t)((l->c.max_seq_len + SPLIT_KEYS - 1) / SPLIT_KEYS);
-    size_t splits = (size_t)l->c.n_q * (size_t)a->max_splits;
-    l->status = a->status = take(&at, sizeof(uint32_t));
-    a->barrier = take(&at, sizeof(uint32_t));
-    a->barrier_base = take(&at, (size_t)l->blocks * sizeof(uint32_t));
+    struct geometry *g = &a->g;
+    size_t q = (size_t)(l->c.n_q * l->c.hd), f = sizeof(float), u = sizeof(uint32_t);
+    cut(g, &l->c);
+    size_t units = (size_t)g->groups * (size_t)g->max_units * HEADS;
+    l->status = a->status = take(&at, u);
+    a->done = take(&at, (size_t)(PHASES + g->pieces) * LINE * u);
+    a->launches = take(&at, (size_t)l->blocks * u);
+    a->units_done = take(&at, (size_t)g->groups * LINE * u);
+    a->pieces_done = take(&at, (size_t)l->blocks * MAX_WARPS * u);
     a->turn = take(&at, (size_t)l->c.hd / 2 * sizeof(double));
     a->roped_q = take(&at, q * f);
-    a->split_sum = take(&at, splits * (size_t)l->c.hd * f);
-    a->split_max = take(&at, splits * f);
-    a->split_weight = take(&at, splits * f);
+    a->unit_sum = take(&at, units * (size_t)l->c.hd * f);
+    a->unit_max = take(&at, units * f);
+    a->unit_weight = take(&at, units * f);
     a->attended = take(&at, q * f);
     a->x1 = take(&at, (size_t)l->c.d * f);
     a->act = take(&at, (size_t)l->c.ffn * f);
+    a->piece_sum = take(&at, (size_t)g->pieces * (size_t)l->c.d * f);
     return at;
 }
 
-/* one launch: describe the layer to the kernel */
+/* stream: describe the layer to the kernel */
 static int prepare(layer *l)
 {
     struct layer_args *a = &l->args;
+    /* name the tensors to the kernel */
     a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;
     a->q = l->w.q, a->k = l->w.k, a->v = l->w.v, a->o = l->w.o;
     a->gate = l->w.gate, a->up = l->w.up, a->down = l->w.down;
@@ -105,20 +181,20 @@ static int prepare(layer *l)
     if (cudaMemcpy((void *)a->turn, turn, sizeof(double) * (size_t)a->hd / 2,
                    cudaMemcpyHostToDevice))
         return LAYER_CUDA_FAILED;
-    /* reserve the shared memory */
+    /* stream: as many slots as fit */
     int most, resident;
-    size_t numbers = (size_t)(a->d > a->ffn ? a->d : a->ffn);
-    size_t q = (size_t)(a->n_q * a->hd), rep = (size_t)(a->n_q / a->n_kv);
-    if (numbers < q) numbers = q;
-    if (numbers < rep * (size_t)(a->hd + SPLIT_KEYS)) numbers = rep * (size_t)(a->hd + SPLIT_KEYS);
-    l->shared = (numbers + 32) * sizeof(float);
+    const void *kernel = (const void *)whole_layer;
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
-    if (l->shared > (size_t)most) return LAYER_BAD_SHAPE;
-    if (cudaFuncSetAttribute((const void *)whole_layer,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)l->shared)
-        || cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-               &resident, (const void *)whole_layer, BLOCK_THREADS, l->shared))
+    int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
+    if (slots < 2) return LAYER_BAD_SHAPE;
+    a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
+    l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
+    l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             (int)l->shared)
+        || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
+                                                         (int)l->threads, l->shared))
         return LAYER_CUDA_FAILED;
     if (resident < 1) return LAYER_BAD_SHAPE;
     return LAYER_OK;
@@ -136,7 +212,7 @@ static int step(layer *l, const void *x, struct position pos, void *x_out,
     cudaLaunchConfig_t config = { .dynamicSmemBytes = l->shared, .stream = stream,
                                   .attrs = &together, .numAttrs = 1 };
     config.gridDim.x = (unsigned)l->blocks, config.gridDim.y = config.gridDim.z = 1;
-    config.blockDim.x = BLOCK_THREADS, config.blockDim.y = config.blockDim.z = 1;
+    config.blockDim.x = l->threads, config.blockDim.y = config.blockDim.z = 1;
     return cudaLaunchKernelExC(&config, (const void *)whole_layer, &arg)
          ? LAYER_CUDA_FAILED : LAYER_OK;
 }

@@ -1,0 +1,567 @@
+/* stages/stage6/kernels.cu: tangled from layer.nw; change it there. */
+/* Stage 6: the whole layer in one cooperative launch, phases between grid barriers. */
+#include <stdint.h>
+#include <math.h>
+#ifdef __CUDACC__
+/* device: common */
+#include <stdint.h>
+#include <stddef.h>
+#include <string.h>
+#define DEVICE __device__ __forceinline__
+#define APART static __device__ __noinline__   // with registers of its own
+#define KERNEL extern "C" __global__ void
+#define THREADS(n) __launch_bounds__(n, 1)
+#define IN_PLACE __grid_constant__   // an argument that is never copied
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(n) PRAGMA(unroll n)
+#define CPU_KERNEL(name, argument)
+
+/* device: sixteen bytes, and the bits of a float */
+typedef struct bits128 {
+    uint32_t v[4];
+} __attribute__((aligned(16))) bits128;
+
+DEVICE uint32_t f32_bits(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+DEVICE float bits_f32(uint32_t bits)
+{
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+/* device: bfloat16 */
+DEVICE float bf16_to_f32(uint16_t h)
+{
+    return bits_f32((uint32_t)h << 16);
+}
+DEVICE uint16_t f32_to_bf16(float f)
+{
+    uint32_t bits = f32_bits(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+DEVICE char *shared_memory(void)
+{
+    extern __shared__ __align__(1024) char dynamic_shared[];
+    return dynamic_shared;
+}
+DEVICE uint32_t shared_address(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* PTX: warps */
+DEVICE float shfl_xor_f32(float x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+DEVICE uint32_t shfl_xor_u32(uint32_t x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+
+DEVICE float shfl_f32(float x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+DEVICE uint32_t shfl_u32(uint32_t x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+
+DEVICE uint32_t ballot(int predicate)
+{
+    return __ballot_sync(0xffffffffu, predicate);
+}
+
+/* PTX: atomics */
+DEVICE uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+DEVICE uint32_t atomic_add_release(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+/* PTX: loads and stores with an order */
+DEVICE uint32_t load_relaxed(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                 : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE uint32_t load_acquire(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+DEVICE void store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE void store_release(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE void fence_gpu(void)
+{
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+/* PTX: wait until a counter has come far enough */
+#ifdef DEBUG_SPINS
+/* PTX: spins that end */
+#ifndef SPIN_LIMIT
+#define SPIN_LIMIT 2000000000ull // ns
+#include <stdio.h>
+DEVICE uint64_t spin_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __noinline__ void spin_failed(const char *what, const void *p,
+                                                uint32_t wanted, uint32_t found)
+{
+    printf("block %u thread %u waits for %s at %p: wanted %u, found %u\n",
+           blockIdx.x, threadIdx.x, what, p, wanted, found);
+    asm volatile("trap;");
+}
+#endif
+#endif
+DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
+{
+#ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+#endif
+    while ((int32_t)(load_acquire(p) - v) < 0) {
+#ifdef DEBUG_SPINS
+        if (spin_ns() - start > SPIN_LIMIT)
+            spin_failed("a counter", p, v, load_acquire(p));
+#endif
+    }
+}
+
+/* PTX: loads */
+DEVICE bits128 load_stream(const void *p)
+{
+    bits128 x;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
+                 : "l"(p));
+    return x;
+}
+
+DEVICE bits128 load_16(const void *p)
+{
+    uint4 u = *(const uint4 *)p;
+    bits128 x = {{u.x, u.y, u.z, u.w}};
+    return x;
+}
+#else
+#include "device.h"
+#endif
+
+/* one launch: what the kernel is given */
+/* a position, given or to be found on the device */
+struct position {
+    const int64_t *at;   /* device memory, or null */
+    int64_t given;       /* the position when at is null */
+    int64_t rows;        /* of the cache: valid positions are below */
+};
+
+struct layer_args {
+    /* the tensors of a layer, as kernels see them */
+    const uint16_t *x;                 /* [d] */
+    const uint16_t *in_norm, *post_norm;  /* [d] */
+    const uint16_t *q;                 /* [n_q * hd][d] */
+    const uint16_t *k, *v;             /* [n_kv * hd][d] */
+    const uint16_t *o;                 /* [d][n_q * hd] */
+    const uint16_t *gate, *up;         /* [ffn][d] */
+    const uint16_t *down;              /* [d][ffn] */
+    uint16_t *k_cache, *v_cache;       /* [n_kv][pos.rows][hd] */
+    uint16_t *x_out;                   /* [d] */
+    const double *turn;                /* [hd / 2]: RoPE angle per position */
+    uint32_t *status;
+    struct position pos;
+    int64_t d, ffn;
+    int32_t n_q, n_kv, hd;
+    float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
+    float *roped_q;            /* [n_q * hd] */
+    float *split_sum;          /* [n_q][splits][hd]: sums of p V, not normalised */
+    float *split_max;          /* [n_q][splits]: largest score */
+    float *split_weight;       /* [n_q][splits]: sum of p */
+    float *attended;           /* [n_q * hd] */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *act;                /* [ffn]: silu(gate) * up */
+    uint32_t *barrier;         /* arrivals since the layer was built */
+    uint32_t *barrier_base;    /* [blocks]: arrivals before this launch */
+    int32_t max_splits;
+};
+
+/* a position that is valid, or -1 */
+DEVICE int64_t position(struct position p)
+{
+    int64_t pos = p.at ? *p.at : p.given;
+    return pos >= 0 && pos < p.rows ? pos : -1;
+}
+
+/* add up one value of every thread in a block */
+DEVICE float warp_sum(float v)
+{
+    for (int m = 16; m; m >>= 1) v += shfl_xor_f32(v, m);
+    return v;
+}
+
+DEVICE float block_sum(float v, float *shared)   /* shared[32] */
+{
+    int warps = (int)blockDim.x / 32;
+    v = warp_sum(v);
+    __syncthreads();                             /* shared may still be read */
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = 0;
+    for (int w = 0; w < warps; w++) v += shared[w];
+    return v;
+}
+
+/* the grid barrier */
+DEVICE void grid_barrier(uint32_t *barrier, uint32_t *arrivals)
+{
+    *arrivals += gridDim.x;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        atomic_add_release(barrier, 1);
+        wait_at_least(barrier, *arrivals);
+    }
+    __syncthreads();
+}
+
+/* a vector in shared memory, laid out for 16-byte weight loads */
+DEVICE int64_t slot(int64_t i, int64_t n)
+{
+    return (i / 8) * 4 + i % 4 + (i & 4 ? n / 2 : 0);
+}
+
+/* two dot products at once */
+struct four { float v[4]; };   /* read as 16 bytes */
+
+DEVICE float dot8(bits128 w, const float *low, const float *high, float sum)
+{
+    struct four x = *(const struct four *)low, y = *(const struct four *)high;
+    for (int i = 0; i < 2; i++) {
+        sum = fmaf(bits_f32(w.v[i] << 16), x.v[2 * i], sum);
+        sum = fmaf(bits_f32(w.v[i] & 0xffff0000u), x.v[2 * i + 1], sum);
+    }
+    for (int i = 0; i < 2; i++) {
+        sum = fmaf(bits_f32(w.v[2 + i] << 16), y.v[2 * i], sum);
+        sum = fmaf(bits_f32(w.v[2 + i] & 0xffff0000u), y.v[2 * i + 1], sum);
+    }
+    return sum;
+}
+
+enum { AHEAD = 4 };   /* 16-byte loads of each row in flight */
+
+DEVICE void dot_pair(const uint16_t *row_a, const uint16_t *row_b, const float *x,
+                     int64_t n, float *sum_a, float *sum_b)
+{
+    const bits128 zero = {{0, 0, 0, 0}};
+    float a = 0, b = 0;
+    for (int64_t i = threadIdx.x % 32 * 8; i < n; i += 256 * AHEAD) {
+        bits128 wa[AHEAD], wb[AHEAD];
+        for (int u = 0; u < AHEAD; u++) {
+            int inside = i + 256 * u < n;
+            wa[u] = inside ? load_stream(row_a + i + 256 * u) : zero;
+            wb[u] = inside ? load_stream(row_b + i + 256 * u) : zero;
+        }
+        for (int u = 0; u < AHEAD; u++) {
+            /* multiply what was loaded, where the vector goes on */
+            const float *low = x + (i + 256 * u) / 2;
+            if (i + 256 * u >= n) break;
+            a = dot8(wa[u], low, low + n / 2, a);
+            b = dot8(wb[u], low, low + n / 2, b);
+        }
+    }
+    *sum_a = warp_sum(a);
+    *sum_b = warp_sum(b);
+}
+
+/* RoPE of one pair */
+DEVICE void rotate(float *low, float *high, int64_t pos, double turn)
+{
+    double turns = (double)pos * turn * 0.15915494309189533577;   /* 1 / 2 pi */
+    float x = (float)(2 * (turns - rint(turns)));                 /* within -1 .. 1 */
+    float c = cospif(x), s = sinpif(x), a = *low, b = *high;
+    *low = a * c - b * s;
+    *high = b * c + a * s;
+}
+
+/* one launch: the phases */
+DEVICE float inverse_rms(float sum_of_squares, const struct layer_args *a, float *shared)
+{
+    return rsqrtf(block_sum(sum_of_squares, shared) / (float)a->d + a->eps);
+}
+
+DEVICE float *normed_input(const struct layer_args *a)   /* shared h[d] */
+{
+    float *shared = (float *)shared_memory(), *h = shared + 32, sum = 0;
+    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x) {
+        float x = bf16_to_f32(a->x[i]);
+        sum = fmaf(x, x, sum);
+    }
+    float scale = inverse_rms(sum, a, shared);
+    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x)
+        h[slot(i, a->d)] = bf16_to_f32(a->x[i]) * scale * bf16_to_f32(a->in_norm[i]);
+    __syncthreads();
+    return h;
+}
+
+DEVICE int first_unit(void)   /* of this warp; units are dealt out warp by warp */
+{
+    return (int)(threadIdx.x / 32 * gridDim.x + blockIdx.x);
+}
+
+DEVICE int unit_step(void)
+{
+    return (int)(gridDim.x * (blockDim.x / 32));
+}
+
+DEVICE void project_qkv(const struct layer_args *a, int64_t pos)
+{
+    const float *h = normed_input(a);
+    int half = a->hd / 2, units = (a->n_q + 2 * a->n_kv) * half;
+    for (int u = first_unit(); u < units; u += unit_step()) {
+        int head = u / half, i = u % half;
+        /* find the rows of pair i of this head */
+        int is_q = head < a->n_q, is_k = !is_q && head < a->n_q + a->n_kv;
+        int local = is_q ? head : (head - a->n_q) % a->n_kv;
+        const uint16_t *W = is_q ? a->q : is_k ? a->k : a->v;
+        const uint16_t *row = W + (int64_t)(local * a->hd + i) * a->d;
+        float low, high;
+        dot_pair(row, row + half * a->d, h, a->d, &low, &high);
+        if (threadIdx.x % 32 == 0) {
+            /* rotate the pair and put it where attention finds it */
+            if (is_q || is_k) rotate(&low, &high, pos, a->turn[i]);
+            int64_t at = (local * a->pos.rows + pos) * a->hd + i;
+            if (is_q) {
+                a->roped_q[local * a->hd + i] = low;
+                a->roped_q[local * a->hd + i + half] = high;
+            } else {
+                uint16_t *cache = is_k ? a->k_cache : a->v_cache;
+                cache[at] = f32_to_bf16(low);
+                cache[at + half] = f32_to_bf16(high);
+            }
+        }
+    }
+}
+
+enum { SPLIT_KEYS = 128 };
+
+/* one launch: the scores of a tile */
+DEVICE void score_tile(const struct layer_args *a, const float *q, const uint16_t *K,
+                       int keys, int rep, float *s)
+{
+    const bits128 zero = {{0, 0, 0, 0}};
+    int lanes = a->hd / 8, lane = (int)threadIdx.x % lanes;
+    int step = (int)blockDim.x / lanes;
+    for (int key = (int)threadIdx.x / lanes; key < SPLIT_KEYS; key += step) {
+        int inside = key < keys;
+        bits128 k = inside ? load_16(K + (int64_t)key * a->hd + lane * 8) : zero;
+        for (int r = 0; r < rep; r++) {
+            const float *part = q + r * a->hd + lane * 8;
+            float sum = dot8(k, part, part + 4, 0);
+            for (int m = lanes / 2; m; m /= 2) sum += shfl_xor_f32(sum, m);
+            if (lane == 0) s[r * SPLIT_KEYS + key] = inside ? sum : -INFINITY;
+        }
+    }
+}
+
+/* one launch: the weights of a tile */
+DEVICE void weigh_tile(const struct layer_args *a, float *s, int keys, int rep, int kv,
+                       int split)
+{
+    int r = (int)threadIdx.x / 32;
+    if (r >= rep) return;
+    float max = -INFINITY, sum = 0;
+    for (int i = (int)threadIdx.x % 32; i < keys; i += 32)
+        max = fmaxf(max, s[r * SPLIT_KEYS + i]);
+    for (int m = 16; m; m /= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+    for (int i = (int)threadIdx.x % 32; i < keys; i += 32)
+        sum += s[r * SPLIT_KEYS + i] = expf(s[r * SPLIT_KEYS + i] - max);
+    sum = warp_sum(sum);
+    int64_t at = (int64_t)(kv * rep + r) * a->max_splits + split;
+    if (threadIdx.x % 32 == 0) a->split_max[at] = max, a->split_weight[at] = sum;
+}
+
+/* one launch: the sums of a tile */
+DEVICE void sum_tile(const struct layer_args *a, const float *s, const uint16_t *V,
+                     int keys, int rep, int kv, int split)
+{
+    int pairs = a->hd / 2;
+    for (int t = (int)threadIdx.x; t < rep * pairs; t += (int)blockDim.x) {
+        int r = t / pairs, i = t % pairs * 2;
+        float low = 0, high = 0;
+        for (int key = 0; key < keys; key++) {
+            uint32_t v = *(const uint32_t *)(V + (int64_t)key * a->hd + i);
+            low = fmaf(s[r * SPLIT_KEYS + key], bits_f32(v << 16), low);
+            high = fmaf(s[r * SPLIT_KEYS + key], bits_f32(v & 0xffff0000u), high);
+        }
+        float *out = a->split_sum
+                   + ((int64_t)(kv * rep + r) * a->max_splits + split) * a->hd + i;
+        out[0] = low, out[1] = high;
+    }
+}
+
+DEVICE void attend_splits(const struct layer_args *a, int64_t pos)
+{
+    int rep = a->n_q / a->n_kv, splits = (int)(pos / SPLIT_KEYS) + 1;
+    float *q = (float *)shared_memory();          /* [rep][hd] */
+    float *s = q + rep * a->hd;                   /* [rep][SPLIT_KEYS] */
+    for (int u = (int)blockIdx.x; u < splits * a->n_kv; u += (int)gridDim.x) {
+        int kv = u % a->n_kv, split = u / a->n_kv;
+        int64_t first = (int64_t)split * SPLIT_KEYS, left = pos + 1 - first;
+        int keys = left < SPLIT_KEYS ? (int)left : SPLIT_KEYS;
+        int64_t at = (kv * a->pos.rows + first) * a->hd;
+        __syncthreads();                          /* s of the last unit was read */
+        for (int i = (int)threadIdx.x; i < rep * a->hd; i += (int)blockDim.x)
+            q[i] = a->roped_q[kv * rep * a->hd + i] * a->score_scale;
+        __syncthreads();
+        score_tile(a, q, a->k_cache + at, keys, rep, s);
+        __syncthreads();
+        weigh_tile(a, s, keys, rep, kv, split);
+        __syncthreads();
+        sum_tile(a, s, a->v_cache + at, keys, rep, kv, split);
+    }
+}
+
+DEVICE void merge_splits(const struct layer_args *a, int64_t pos)
+{
+    int splits = (int)(pos / SPLIT_KEYS) + 1;
+    int step = (int)(gridDim.x * blockDim.x);
+    for (int t = (int)(blockIdx.x + threadIdx.x * gridDim.x); t < a->n_q * a->hd;
+         t += step) {
+        int64_t head = (int64_t)(t / a->hd) * a->max_splits;
+        float max = -INFINITY, sum = 0, weight = 0;
+        for (int j = 0; j < splits; j++) max = fmaxf(max, a->split_max[head + j]);
+        for (int j = 0; j < splits; j++) {
+            float e = expf(a->split_max[head + j] - max);
+            weight = fmaf(e, a->split_weight[head + j], weight);
+            sum = fmaf(e, a->split_sum[(head + j) * a->hd + t % a->hd], sum);
+        }
+        a->attended[t] = sum / weight;
+    }
+}
+
+DEVICE float *shared_copy(const float *v, int64_t n)
+{
+    float *x = (float *)shared_memory() + 32;
+    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) x[slot(i, n)] = v[i];
+    __syncthreads();
+    return x;
+}
+
+DEVICE void project_out(const struct layer_args *a)   /* x1 = x + W_o attended */
+{
+    int64_t n = (int64_t)a->n_q * a->hd;
+    const float *x = shared_copy(a->attended, n);
+    for (int u = first_unit(); u < a->d / 2; u += unit_step()) {
+        const uint16_t *row = a->o + 2 * u * n;
+        float y[2];
+        dot_pair(row, row + n, x, n, &y[0], &y[1]);
+        if (threadIdx.x % 32 == 0)
+            for (int r = 0; r < 2; r++)
+                a->x1[2 * u + r] = bf16_to_f32(a->x[2 * u + r]) + y[r];
+    }
+}
+
+DEVICE float *normed_x1(const struct layer_args *a)   /* shared h[d] */
+{
+    float *shared = (float *)shared_memory(), *h = shared + 32, sum = 0;
+    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x)
+        sum = fmaf(a->x1[i], a->x1[i], sum);
+    float scale = inverse_rms(sum, a, shared);
+    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x)
+        h[slot(i, a->d)] = a->x1[i] * scale * bf16_to_f32(a->post_norm[i]);
+    __syncthreads();
+    return h;
+}
+
+DEVICE void gate_and_up(const struct layer_args *a)   /* act = silu(gate) * up */
+{
+    const float *h = normed_x1(a);
+    for (int u = first_unit(); u < a->ffn; u += unit_step()) {
+        float gate, up;
+        dot_pair(a->gate + u * a->d, a->up + u * a->d, h, a->d, &gate, &up);
+        if (threadIdx.x % 32 == 0) a->act[u] = gate / (1.0f + expf(-gate)) * up;
+    }
+}
+
+DEVICE void down(const struct layer_args *a)          /* x_out = x1 + W_down act */
+{
+    const float *x = shared_copy(a->act, a->ffn);
+    for (int u = first_unit(); u < a->d / 2; u += unit_step()) {
+        const uint16_t *row = a->down + 2 * u * a->ffn;
+        float y[2];
+        dot_pair(row, row + a->ffn, x, a->ffn, &y[0], &y[1]);
+        if (threadIdx.x % 32 == 0)
+            for (int r = 0; r < 2; r++)
+                a->x_out[2 * u + r] = f32_to_bf16(a->x1[2 * u + r] + y[r]);
+    }
+}
+
+/* one launch: the kernel */
+KERNEL THREADS(512) whole_layer(struct layer_args a)
+{
+    int64_t pos = position(a.pos);
+    if (pos < 0) {
+        /* fill the result with NaN and remember */
+        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
+             i += gridDim.x * blockDim.x)
+            a.x_out[i] = 0x7fc0;
+        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
+        return;
+    }
+    uint32_t arrivals = a.barrier_base[blockIdx.x];
+    project_qkv(&a, pos);
+    grid_barrier(a.barrier, &arrivals);
+    attend_splits(&a, pos);
+    grid_barrier(a.barrier, &arrivals);
+    merge_splits(&a, pos);
+    grid_barrier(a.barrier, &arrivals);
+    project_out(&a);
+    grid_barrier(a.barrier, &arrivals);
+    gate_and_up(&a);
+    grid_barrier(a.barrier, &arrivals);
+    down(&a);
+    if (threadIdx.x == 0) a.barrier_base[blockIdx.x] = arrivals;
+}
+CPU_KERNEL(whole_layer, struct layer_args)
