@@ -13,7 +13,7 @@ export LC_ALL := C
 # ---------------------------------------------------------------- the web's files
 # The files that layer.nw tangles into, one and all: `make tangle` refuses a web whose
 # root chunks are not exactly these, for a misspelled chunk name is one more root.
-WEB_STAGES := 0 6 7
+WEB_STAGES := 0 1 2 3 4 6 7
 ROOTS := \
   $(addprefix stages/oracle/,oracle.h oracle.c) \
   $(addprefix stages/cpu/,cuda_runtime_api.h device.h cpu.c selftest.cu selftest.c) \
@@ -21,7 +21,7 @@ ROOTS := \
   stages/stage7/submission.py
 
 # What is built is whatever folders there are; layer.nw is not asked.
-STAGES := $(patsubst stages/stage%/,%,$(sort $(wildcard stages/stage?/)))
+STAGES_HERE := $(patsubst stages/stage%/,%,$(sort $(wildcard stages/stage?/)))
 
 # Targets named on the command line that must come before the others, also under -j.
 FIRST = $(filter clean deps deps-paper tangle,$(MAKECMDGOALS))
@@ -32,14 +32,19 @@ help:
 	@echo 'make deps         install what tangling, building and testing need (Debian packages)'
 	@echo 'make deps-paper   install gnuplot and TeX, which only the document needs'
 	@echo 'make tangle       layer.nw -> stages/'
-	@for n in $(STAGES); do \
+	@for n in $(STAGES_HERE); do \
 	    echo "make stage$$n       build stage $$n and run it: on the GPU if there is one, else on the CPU"; \
 	done
 	@echo '                  D= FFN= NQ= NKV= HD= PREFILL= choose another shape, SEED= other inputs,'
 	@echo '                  DEBUG=1 kernels whose waits are bounded and name what they wait for'
+	@echo 'make grade        all gates of the contract on a GPU -> data/grade.json; SUBMISSION= another file'
+	@echo 'make ladder       measures all stages in one run on a GPU -> data/ladder.csv; STAGES="0 5 7" some'
+	@echo 'make peers        measures PyTorch and the cuBLAS products beside stage 7 -> data/peers.csv'
+	@echo 'make plots        data/ -> the figures in plots/, and the table in README.md; needs no GPU'
 	@echo 'make weave        layer.nw -> paper/layer.pdf'
 	@echo 'make check        all tests; those that need a GPU are skipped where there is none'
 	@echo 'make check-gpu    those that need a GPU, alone'
+	@echo 'make mutants      plants single faults in stage 7 and says which of them the CPU runs catch'
 	@echo 'make dist         build/layer-VERSION.tar.gz: sources, tangled files, document, data'
 	@echo 'make clean        remove build/'
 
@@ -182,7 +187,7 @@ build/cpu/$(1)/%.o: stages/%.cu build/cpu/$(1)/flags
 	@echo "  CC    $$@"
 	@$(CC) -x c $(CFLAGS) $(CPU_FLAGS_$(1)) $(KERNEL_FLAGS_$(1)) -Istages/cpu -MMD -MP -c -o $$@ $$<
 
-$(STAGES:%=build/cpu/$(1)/stage%/driver): build/cpu/$(1)/stage%/driver: \
+$(STAGES_HERE:%=build/cpu/$(1)/stage%/driver): build/cpu/$(1)/stage%/driver: \
     $(addprefix build/cpu/$(1)/stage%/,kernels.o probes.o layer.o driver.o) \
     build/cpu/$(1)/cpu/cpu.o build/cpu/$(1)/oracle/oracle.o
 	@echo "  LINK  $$@"
@@ -214,12 +219,12 @@ $(G)/%.o: stages/%.c $(G)/flags
 	@echo "  CC    $@"
 	@$(NVCC) $(GPU_HOST_FLAGS) -MMD -MF $(@:.o=.d) -c -o $@ $<
 
-$(STAGES:%=$(G)/stage%/driver): $(G)/stage%/driver: \
+$(STAGES_HERE:%=$(G)/stage%/driver): $(G)/stage%/driver: \
     $(addprefix $(G)/stage%/,kernels.o probes.o layer.o driver.o) $(G)/oracle/oracle.o
 	@echo "  LINK  $@"
 	@$(NVCC) -o $@ $(filter %.o,$^) -lm
 
-$(STAGES:%=$(G)/stage%/liblayer.so): $(G)/stage%/liblayer.so: $(addprefix $(G)/stage%/,kernels.o layer.o)
+$(STAGES_HERE:%=$(G)/stage%/liblayer.so): $(G)/stage%/liblayer.so: $(addprefix $(G)/stage%/,kernels.o layer.o)
 	@echo "  LINK  $@"
 	@$(NVCC) -shared -o $@ $(filter %.o,$^)
 
@@ -250,6 +255,50 @@ $(ALL_STAGES): stage%: | $(FIRST)
 	esac
 	@$(MAKE) -s $(DRIVER)
 	@$(if $(SEED),CPU_SEED=$(SEED)) $(DRIVER) $(SHAPE)
+
+# ---------------------------------------------------------------- grade
+# The grader's status is this recipe's: 0 all gates pass, 1 one does not, 2 no GPU. (make
+# itself ends with 2 whatever a recipe fails with, and names the status in its last line.)
+SUBMISSION := stages/stage7/submission.py
+python_with_a_gpu = for p in '$(PYTHON)' python3 /usr/bin/python3; do \
+    if [ -n "$$p" ] && "$$p" -c 'import torch; assert torch.cuda.is_available()' >/dev/null 2>&1; then \
+        command -v "$$p"; break; fi; done
+
+.PHONY: grade
+grade: | $(FIRST)
+	@$(gpu_is_here) || { echo 'grade: no NVIDIA GPU here'; exit 2; }
+	@if [ -n '$(NVCC)' ]; then $(MAKE) -s DEBUG= build/gpu/stage7/driver; \
+	    else echo 'grade: no nvcc: the read-only limit is not measured'; fi
+	@python=$$($(python_with_a_gpu)); \
+	    [ -n "$$python" ] || { echo 'grade: no Python here has a PyTorch that can use the GPU'; exit 2; }; \
+	    "$$python" reference.py grade '$(SUBMISSION)'
+
+# ---------------------------------------------------------------- ladder, peers, plots
+# The status is measure.py's: 0 measured and written, 1 a check failed, 2 no GPU; whatever
+# goes wrong, the old table stays. The read-only limit comes from stage 7's driver.
+STAGES :=
+
+# $(call measure,COMMAND AND OPTIONS,STAGES THAT MUST BE BUILT)
+define measure
+$(gpu_is_here) || { echo '$@: no NVIDIA GPU here'; exit 2; }; \
+[ -n '$(NVCC)' ] || { echo '$@: there is a GPU but no nvcc'; exit 2; }; \
+$(MAKE) -s DEBUG= $(2:%=build/gpu/stage%/liblayer.so) build/gpu/stage7/driver; \
+python=$$($(python_with_a_gpu)); \
+[ -n "$$python" ] || { echo '$@: no Python here has a PyTorch that can use the GPU'; exit 2; }; \
+"$$python" measure.py $(1)
+endef
+
+.PHONY: ladder peers plots
+ladder: | $(FIRST)
+	@$(call measure,ladder $(if $(STAGES),--stages '$(STAGES)'),$(or $(STAGES),$(STAGES_HERE)))
+
+peers: | $(FIRST) $(filter ladder,$(MAKECMDGOALS))
+	@$(call measure,peers,7)
+
+plots: | $(FIRST) $(filter ladder peers,$(MAKECMDGOALS))
+	@command -v gnuplot >/dev/null || { echo 'plots: gnuplot is missing; make deps-paper installs it'; exit 1; }
+	@python3 plots/draw.py
+	@python3 plots/tables.py README.md
 
 # ---------------------------------------------------------------- weave
 # The log is searched for what LaTeX only warns of: a line that is too long, a reference
@@ -290,10 +339,15 @@ check-gpu: | $(FIRST)
 	@$(MAKE) -s build/liboracle.so
 	@PYTHONDONTWRITEBYTECODE=1 '$(PYTHON)' -m pytest tests -v -m gpu $(TESTS)
 
+# Several minutes on two cores.
+.PHONY: mutants
+mutants: | $(FIRST)
+	@python3 tests/mutants.py --out build/mutants.txt
+
 # ---------------------------------------------------------------- dist
 # Named after the commit where there is one, else after the day.
 VERSION = $(eval VERSION := $$(shell git describe --always --dirty 2>/dev/null || date +%Y%m%d))$(VERSION)
-CONTENTS = $(wildcard layer.nw stages Makefile README.md LICENSE reference.py paper data plots tests)
+CONTENTS = $(wildcard layer.nw stages Makefile README.md LICENSE reference.py measure.py paper data plots tests)
 .PHONY: dist
 dist: | $(FIRST)
 	@mkdir -p build; rm -f build/layer-*.tar.gz

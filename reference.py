@@ -27,6 +27,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import statistics
 import struct
 import subprocess
@@ -1087,19 +1088,18 @@ def read_bandwidth():
     driver = ROOT / "build" / "gpu" / "stage7" / "driver"
     if not driver.exists():
         return dict(read_tbs=None)
-    run = subprocess.run([str(driver), "--probe"], capture_output=True, text=True, timeout=120)
-    return dict(zip(("probe_copy_tbs", "read_tbs"), parse_probe(run.stdout)))
+    run = subprocess.run([str(driver), "--probe"], stdin=subprocess.DEVNULL, timeout=120,
+                         capture_output=True, text=True, errors="replace")
+    figures = parse_probe(run.stdout) if run.returncode == 0 else (None, None)
+    return dict(zip(("probe_copy_tbs", "read_tbs"), figures))
 
 
 def parse_probe(text):
-    """(copy, read) in TB/s from the last line of two numbers; (None, None) without one."""
-    for line in reversed(text.splitlines()):
-        try:
-            copy, read = (float(field) for field in line.split(","))
-            return copy, read
-        except ValueError:
-            continue
-    return None, None
+    """(copy, read) in TB/s from the last line of nothing but two numbers, both positive;
+    what the driver says before and after it (its verdict) does not matter."""
+    found = re.findall(r"^[ \t]*(\d+\.\d+),(\d+\.\d+)[ \t\r]*$", text, re.M)
+    copy, read = map(float, found[-1]) if found else (0.0, 0.0)
+    return (copy, read) if copy > 0 and read > 0 else (None, None)
 
 
 def derive(measured, shape):

@@ -347,7 +347,10 @@ def test_percentiles_and_probe():
     assert ref.percentile([3, 1, 2], 0.5) == 2 and ref.percentile([5], 0.9) == 5
     assert ref.percentile(list(range(11)), 0.9) == pytest.approx(9)
     assert ref.parse_probe("copy,read\n4.25,4.61\n") == (4.25, 4.61)
-    assert ref.parse_probe("no GPU\n") == (None, None)
+    said = "stage 7 on a GPU: d 8192, 4096 keys, seed 1\n  pass  the read-only probe reads all\n"
+    assert ref.parse_probe(said + "4.2513,4.6177\nPASS\n") == (4.2513, 4.6177)
+    for nothing in ("no GPU\n", "0.0000,0.0000\nPASS\n", "nan,inf\n", "4.25\n", ""):
+        assert ref.parse_probe(nothing) == (None, None)
 
 
 def test_files_are_written_whole(tmp_path):

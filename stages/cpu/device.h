@@ -55,6 +55,12 @@ DEVICE uint16_t f32_to_bf16(float f)
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+/* twin: pairs of bfloat16 */
+static inline uint32_t pack_bf16(float low, float high)
+{
+    return f32_to_bf16(low) | (uint32_t)f32_to_bf16(high) << 16;
+}
+
 /* twin: where a thread is */
 struct cpu_place {
     struct { unsigned x, y, z; } thread, block, threads, blocks;

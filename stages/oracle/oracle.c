@@ -48,7 +48,8 @@ static uint16_t round_to_bf16(float f)
 }
 
 /* the pieces of the layer, in double precision */
-static void rmsnorm(double *h, const double *x, const uint16_t *w, int64_t n, double eps)
+static void rmsnorm(double *h, const double *x, const uint16_t *w, int64_t n,
+                    double eps)
 {
     double sum = 0;
     for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
@@ -56,7 +57,8 @@ static void rmsnorm(double *h, const double *x, const uint16_t *w, int64_t n, do
     for (int64_t i = 0; i < n; i++) h[i] = x[i] * scale * widen(w[i]);
 }
 
-static void gemv(double *y, const uint16_t *W, const double *x, int64_t rows, int64_t cols)
+static void gemv(double *y, const uint16_t *W, const double *x, int64_t rows,
+                 int64_t cols)
 {
     for (int64_t r = 0; r < rows; r++) {
         double sum = 0;

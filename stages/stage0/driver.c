@@ -4,6 +4,7 @@
 /* stage 0: what the driver must know */
 #define STAGE 0
 #define TITLE "one kernel for every operation"
+#define LAUNCHES 43
 #define TOLERANCE 1.5e-2
 #define KV_SLACK 4.0
 #define KV_FLOOR 4.0
@@ -61,14 +62,14 @@ static int shape_given;
 static const char *const help =
     "usage: driver [--d=N --ffn=N --n-q=N --n-kv=N --hd=N] [--prefill=N] [--seed=N]\n"
     "              [--samples=N] [--quick] [--probe] [--csv]\n"
-    "Checks this stage of the decoder layer against the oracle, then measures it on the\n"
-    "GPU. Without a GPU (built for the CPU target) it checks small shapes only.\n"
+    "Checks this stage of the decoder layer against the oracle, then measures it on\n"
+    "the GPU. Without a GPU (built for the CPU target) it checks small shapes only.\n"
     "  --d= --ffn= --n-q= --n-kv= --hd=   the shape; default: a 70B-class layer\n"
     "  --prefill=N   cache rows filled before the first step (default 4096)\n"
     "  --seed=N      of the inputs (default 1)\n"
     "  --samples=N   timed samples of 32 steps each (default 15)\n"
     "  --quick       check only the last timed step\n"
-    "  --probe       measure only copy and read-only bandwidth; print copy_tbs,read_tbs\n"
+    "  --probe       measure only copy and read-only bandwidth, in TB/s\n"
     "  --csv         end with a row of data/ladder.csv\n"
     "exit status: 0 passed, 1 failed, 2 cannot run here or bad usage";
 
@@ -76,7 +77,8 @@ static int64_t number(const char *text, const char *option)
 {
     char *end;
     long long n = strtoll(text, &end, 10);
-    if (*text == 0 || *end || n < 0) die(2, "--%s= takes a number, not '%s'", option, text);
+    if (*text == 0 || *end || n < 0)
+        die(2, "--%s= takes a number, not '%s'", option, text);
     return n;
 }
 
@@ -117,8 +119,8 @@ static void read_options(int argc, char **argv)
 }
 
 /* driver: sets of weights and caches */
-enum { IN_NORM = 1, POST_NORM, WQ, WK, WV, WO, GATE, UP, DOWN, K_CACHE, V_CACHE, TENSORS,
-       X = 1000 };
+enum { IN_NORM = 1, POST_NORM, WQ, WK, WV, WO, GATE, UP, DOWN, K_CACHE, V_CACHE,
+       TENSORS, X = 1000 };
 
 static int64_t elements(int tensor)
 {
@@ -180,7 +182,8 @@ static void fill_on_device(void *out, uint64_t seed, int tensor, int64_t n)
                            .scale = scale_of(tensor) };
     a.key = generator_key(seed, (uint32_t)tensor);
     int64_t blocks = (n + 255) / 256;
-    run((const void *)fill, (int)(blocks < FILL_BLOCKS ? blocks : FILL_BLOCKS), 256, 0, &a);
+    if (blocks > FILL_BLOCKS) blocks = FILL_BLOCKS;
+    run((const void *)fill, (int)blocks, 256, 0, &a);
 }
 
 struct set {
@@ -214,12 +217,13 @@ static void draw_set(struct set *s, uint64_t seed)
 {
     s->arena = NULL;
     s->bytes = place_tensors(s);
-    cuda(cudaMalloc((void **)&s->arena, (size_t)s->bytes), "memory for a set of weights");
+    cuda(cudaMalloc((void **)&s->arena, (size_t)s->bytes), "memory for weights");
     place_tensors(s);
     for (int t = IN_NORM; t <= V_CACHE; t++)
         fill_on_device(s->tensor[t], seed, t, elements(t));
     s->w = weights_at(s->tensor);
-    ok(layer_build(&s->l, &opt.c, &s->w, s->tensor[K_CACHE], s->tensor[V_CACHE]), "build");
+    ok(layer_build(&s->l, &opt.c, &s->w, s->tensor[K_CACHE], s->tensor[V_CACHE]),
+       "build");
     cuda(cudaDeviceSynchronize(), "drawing the inputs");
 }
 
@@ -341,7 +345,8 @@ static void check_position(struct set *s, struct host *h, int64_t pos)
     memcpy(h->before, h->arena, bytes);
     step_once(s->l, pos, h->out);
     copy_out(h->x, x_device, (size_t)c->d * 2);
-    if (oracle_step(c, &h->w, k, v, h->x, pos, h->expected)) die(1, "out of host memory");
+    if (oracle_step(c, &h->w, k, v, h->x, pos, h->expected))
+        die(1, "out of host memory");
     double error = relative_error(h->out, h->expected, c->d), rows = 0;
     if (!(error <= largest_error)) largest_error = error;
     /* compare what the device has with what the oracle left */
@@ -357,8 +362,8 @@ static void check_position(struct set *s, struct host *h, int64_t pos)
     copy_out(h->before, s->arena, bytes);
     int same = !memcmp(h->before, h->arena, bytes);
     verdict(error <= TOLERANCE && rows <= 1 && same,
-            "position %lld: error %.1e (at most %.1e), cache rows at %.2f of their bound, "
-            "all else %s", (long long)pos, error, TOLERANCE, rows,
+            "position %lld: error %.1e (at most %.1e), cache rows at %.2f of their "
+            "bound, all else %s", (long long)pos, error, TOLERANCE, rows,
             same ? "untouched" : "CHANGED");
 }
 
@@ -387,7 +392,8 @@ static void check_repeats(struct set *s, struct host *h, int64_t pos)
         layer *other;
         layer_config c = opt.c;
         c.max_blocks = counts[i];
-        ok(layer_build(&other, &c, &s->w, s->tensor[K_CACHE], s->tensor[V_CACHE]), "build");
+        ok(layer_build(&other, &c, &s->w, s->tensor[K_CACHE], s->tensor[V_CACHE]),
+           "build");
         step_once(other, pos, h->again);
         ok(layer_teardown(other), "teardown");
         verdict(!memcmp(h->out, h->again, bytes), "the same bits on %d block%s at most",
@@ -403,7 +409,8 @@ static void check_step_at(struct set *s, struct host *h, int64_t pos)
     step_once(s->l, pos, h->out);
     copy_out(h->arena, s->arena, (size_t)s->bytes);
     for (int i = 0; i < 4; i++) {
-        cuda(cudaMemcpy(at, &tries[i], sizeof *at, cudaMemcpyHostToDevice), "a position");
+        cuda(cudaMemcpy(at, &tries[i], sizeof *at, cudaMemcpyHostToDevice),
+             "a position");
         cuda(cudaMemset(out_device, i ? 0 : 0xff, bytes), "poison the result");
         ok(layer_step_at(s->l, x_device, at, out_device, NULL), "step_at");
         cuda(cudaDeviceSynchronize(), "step_at");
@@ -500,7 +507,8 @@ static void prepare_samples(struct set *sets)
     cuda(cudaMalloc((void **)&inputs, bytes), "memory for inputs");
     cuda(cudaMalloc((void **)&results, bytes), "memory for results");
     for (int i = 0; i < STEPS; i++)
-        fill_on_device(inputs + i * opt.c.d, opt.seed, X + (int)opt.prefill + i, opt.c.d);
+        fill_on_device(inputs + i * opt.c.d, opt.seed, X + (int)opt.prefill + i,
+                       opt.c.d);
     for (int s = 0; s < SETS; s++)
         for (int i = 0; i < STEPS; i++)
             ok(layer_step(sets[s].l, inputs + i * opt.c.d, opt.prefill + i, results,
@@ -612,7 +620,8 @@ static double read_bandwidth(struct set *sets, int sms)   /* TB/s */
 {
     int chunk[] = { 16384, 24576, 32768, 49152 }, depth[] = { 12, 8, 6, 4 };
     double best = INFINITY;
-    for (int i = 0; i < 4; i++) best = fmin(best, read_time(sets, chunk[i], depth[i], sms));
+    for (int i = 0; i < 4; i++)
+        best = fmin(best, read_time(sets, chunk[i], depth[i], sms));
     return 1e-6 / best;
 }
 
@@ -627,7 +636,8 @@ static int probe_reads_all(struct set *s, int sms)
     copy_out(sums, results, (size_t)sms * 32);
     copy_out(copy, s->arena, (size_t)s->bytes);
     for (int i = 0; i < 8 * sms; i++) got ^= sums[i];
-    for (int64_t i = 0; i < a.chunks * chunk / 4; i++) expected ^= ((uint32_t *)copy)[i];
+    for (int64_t i = 0; i < a.chunks * chunk / 4; i++)
+        expected ^= ((uint32_t *)copy)[i];
     free(copy), free(sums);
     return got == expected;
 }
@@ -673,8 +683,10 @@ static void print_report(const struct figures *f, const struct cudaDeviceProp *p
     printf("  tokens/s     %.0f\n", 1e6 / us);
     printf("  bytes        %.4g GB a step, %.2f TB/s\n", f->bytes * 1e-9,
            f->bytes / us * 1e-6);
-    printf("  copy floor   %.1f us at %.2f TB/s: x %.3f\n", floor, f->copy_tbs, us / floor);
-    printf("  read limit   %.1f us at %.2f TB/s: x %.3f\n", limit, f->read_tbs, us / limit);
+    printf("  copy floor   %.1f us at %.2f TB/s: x %.3f\n", floor, f->copy_tbs,
+           us / floor);
+    printf("  read limit   %.1f us at %.2f TB/s: x %.3f\n", limit, f->read_tbs,
+           us / limit);
     printf("  error        %.1e of float64 (at most %.1e)\n", largest_error, TOLERANCE);
 }
 
@@ -696,8 +708,9 @@ static void run_shape(const struct cudaDeviceProp *p)
 {
     struct set sets[SETS];
     const layer_config *c = &opt.c;
-    printf("stage %d on %s: d %lld, ffn %lld, heads %lld/%lld x %lld, %lld keys, seed %llu\n",
-           STAGE, p->name, (long long)c->d, (long long)c->ffn, (long long)c->n_q,
+    printf("stage %d on %s: d %lld, ffn %lld, heads %lld/%lld x %lld, %lld keys, "
+           "seed %llu\n", STAGE, p->name, (long long)c->d, (long long)c->ffn,
+           (long long)c->n_q,
            (long long)c->n_kv, (long long)c->hd, (long long)opt.prefill,
            (unsigned long long)opt.seed);
     fflush(stdout);
@@ -715,7 +728,8 @@ static void run_shape(const struct cudaDeviceProp *p)
     prepare_samples(sets);
     f.copy_tbs = copy_bandwidth();
     f.read_tbs = read_bandwidth(sets, p->multiProcessorCount);
-    verdict(probe_reads_all(&sets[0], p->multiProcessorCount), "the read-only probe reads all");
+    int all = probe_reads_all(&sets[0], p->multiProcessorCount);
+    verdict(all, "the read-only probe reads all");
     if (opt.probe) printf("%.4f,%.4f\n", f.copy_tbs, f.read_tbs);
     else {
         cudaMemset(results, 0xff, (size_t)(STEPS * opt.c.d) * 2);
@@ -751,8 +765,8 @@ int main(int argc, char **argv)
         die(2, "stage %d: no CUDA device; build for the CPU target instead", STAGE);
     cuda(cudaGetDeviceProperties(&p, 0), "device properties");
     if (p.major < 9)
-        die(2, "stage %d: %s has compute capability %d.%d; 9.0 or later is needed", STAGE,
-            p.name, p.major, p.minor);
+        die(2, "stage %d: %s has compute capability %d.%d; 9.0 or later is needed",
+            STAGE, p.name, p.major, p.minor);
 #ifdef CUDA_CPU_TARGET
     /* run the small shapes */
     int64_t small[][6] = {{ 192, 320, 6, 2, 64, 150 }, { 320, 448, 4, 1, 128, 37 }};

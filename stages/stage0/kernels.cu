@@ -106,7 +106,8 @@ struct operands {
 
 /* stage 0: the operands of attention */
 struct attention_args {
-    const uint16_t *q, *p;   /* [n_q][hd]; [n_q][bound] */
+    const uint16_t *q;       /* [n_q][hd] */
+    uint16_t *p;             /* [n_q][bound]: the probabilities, rounded */
     const uint16_t *cache;   /* [n_kv][rows][hd], of keys or of values */
     float *scores;           /* [n_q][bound] */
     float *probabilities;    /* [n_q][bound] */
@@ -177,6 +178,7 @@ KERNEL multiply(struct operands o)      /* out[n] = a[n] * b[n] */
 }
 CPU_KERNEL(multiply, struct operands)
 
+/* stage 0: add two vectors */
 KERNEL add(struct operands o)           /* out[n] = a[n] + b[n] */
 {
     int64_t i = thread_index();
@@ -221,17 +223,6 @@ KERNEL mean(struct operands o)          /* f_out[1] = mean of f[n]; one block */
     if (threadIdx.x == 0) o.f_out[0] = sum / (float)o.n;
 }
 CPU_KERNEL(mean, struct operands)
-
-DEVICE float block_max(float v, float *shared)   /* shared[32] */
-{
-    int warps = (int)blockDim.x / 32;
-    for (int m = 16; m; m >>= 1) v = fmaxf(v, shfl_xor_f32(v, m));
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
-    __syncthreads();
-    for (int w = 0; w < warps; w++) v = fmaxf(v, shared[w]);
-    return v;
-}
 
 /* stage 0: a GEMV, one warp a row */
 KERNEL gemv(struct operands o)          /* out[n] = a[n][m] b[m] */
@@ -280,6 +271,7 @@ KERNEL add_times_sin(struct operands o) /* f_out[n][m] = g[n][m] + a[n][m] f[pos
 CPU_KERNEL(add_times_sin, struct operands)
 
 /* stage 0: attention */
+/* stage 0: append */
 KERNEL append(struct operands o)        /* out[n][rows][m], row pos, = a[n][m] */
 {
     int64_t i = thread_index(), pos = position(o.pos);
@@ -288,6 +280,7 @@ KERNEL append(struct operands o)        /* out[n][rows][m], row pos, = a[n][m] *
 }
 CPU_KERNEL(append, struct operands)
 
+/* stage 0: scores */
 KERNEL score(struct attention_args o)   /* scores[n_q][bound]; a warp an element */
 {
     int64_t unit = thread_index() / 32, head = unit % o.n_q, key = unit / o.n_q;
@@ -302,6 +295,19 @@ KERNEL score(struct attention_args o)   /* scores[n_q][bound]; a warp an element
 }
 CPU_KERNEL(score, struct attention_args)
 
+/* the largest value of every thread in a block */
+DEVICE float block_max(float v, float *shared)   /* shared[32] */
+{
+    int warps = (int)blockDim.x / 32;
+    for (int m = 16; m; m >>= 1) v = fmaxf(v, shfl_xor_f32(v, m));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int w = 0; w < warps; w++) v = fmaxf(v, shared[w]);
+    return v;
+}
+
+/* stage 0: softmax */
 KERNEL softmax(struct attention_args o) /* probabilities[n_q][bound]; a block a head */
 {
     float *shared = (float *)shared_memory();
@@ -316,11 +322,13 @@ KERNEL softmax(struct attention_args o) /* probabilities[n_q][bound]; a block a 
 }
 CPU_KERNEL(softmax, struct attention_args)
 
+/* stage 0: weigh the values */
 KERNEL weighted_values(struct attention_args o)  /* out[n_q][hd]; a block a head */
 {
     float *partial = (float *)shared_memory();   /* [groups][hd] */
     int64_t keys = position(o.pos) + 1, head = blockIdx.x;
-    int64_t i = threadIdx.x % o.hd, group = threadIdx.x / o.hd, groups = blockDim.x / o.hd;
+    int64_t i = threadIdx.x % o.hd, group = threadIdx.x / o.hd;
+    int64_t groups = blockDim.x / o.hd;
     const uint16_t *v = o.cache + head / (o.n_q / o.n_kv) * o.pos.rows * o.hd;
     const uint16_t *p = o.p + head * o.bound;
     float sum = 0;

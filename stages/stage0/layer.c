@@ -26,7 +26,8 @@ struct operands {
 
 /* stage 0: the operands of attention */
 struct attention_args {
-    const uint16_t *q, *p;   /* [n_q][hd]; [n_q][bound] */
+    const uint16_t *q;       /* [n_q][hd] */
+    uint16_t *p;             /* [n_q][bound]: the probabilities, rounded */
     const uint16_t *cache;   /* [n_kv][rows][hd], of keys or of values */
     float *scores;           /* [n_q][bound] */
     float *probabilities;    /* [n_q][bound] */
@@ -138,11 +139,13 @@ static int launch(const void *kernel, int64_t blocks, unsigned threads, size_t s
 }
 
 /* stage 0: one step */
+/* stage 0: a launch over elements */
 #define RUN(kernel, threads, ...)                                                   \
     if (!bad) bad = launch((const void *)kernel, ((threads) + 255) / 256, 256, 128,  \
                            &(struct operands){ __VA_ARGS__ }, stream)
 
-static int norm(layer *l, const uint16_t *x, const uint16_t *weight, cudaStream_t stream)
+static int norm(layer *l, const uint16_t *x, const uint16_t *weight,
+                cudaStream_t stream)
 {
     int bad = 0;
     int64_t d = l->c.d;
@@ -165,7 +168,8 @@ static int rotate(layer *l, const uint16_t *v, int64_t heads, uint16_t *out,
     RUN(times_cos, n, .a = v, .f = l->cos_table, .f_out = l->times_cos, .n = heads,
         .m = hd, .pos = pos);
     RUN(negate_half, n / 2, .a = v, .out = l->negated, .n = heads, .m = hd);
-    RUN(concatenate, n, .a = v, .b = l->negated, .out = l->swapped, .n = heads, .m = hd);
+    RUN(concatenate, n, .a = v, .b = l->negated, .out = l->swapped, .n = heads,
+        .m = hd);
     RUN(add_times_sin, n, .a = l->swapped, .g = l->times_cos, .f = l->sin_table,
         .f_out = l->rotated, .n = heads, .m = hd, .pos = pos);
     RUN(to_bf16, n, .f = l->rotated, .out = out, .n = n);
@@ -177,7 +181,8 @@ static int attention(layer *l, struct position pos, cudaStream_t stream)
     int64_t n_q = l->c.n_q, bound = pos.at ? pos.rows : pos.given + 1;
     unsigned threads = 512;
     struct attention_args o = {
-        .q = l->q_roped, .p = l->p, .cache = l->k_cache, .scores = l->scores, .out = l->a,
+        .q = l->q_roped, .p = l->p, .cache = l->k_cache, .scores = l->scores,
+        .out = l->a,
         .probabilities = l->probabilities, .n_q = n_q, .n_kv = l->c.n_kv, .hd = l->c.hd,
         .bound = bound, .scale = (float)(1 / sqrt((double)l->c.hd)), .pos = pos,
     };
@@ -190,6 +195,7 @@ static int attention(layer *l, struct position pos, cudaStream_t stream)
     return bad;
 }
 
+/* stage 0: the launch of a GEMV */
 #define GEMV(weights, x, y, rows, columns) \
     RUN(gemv, (rows) * 32, .a = weights, .b = x, .out = y, .n = rows, .m = columns)
 
@@ -225,7 +231,8 @@ static int step(layer *l, const void *x, struct position pos, void *x_out,
 /* refuse what no stage can serve */
 static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
 
-static int check_pointers(const layer_weights *w, const void *k_cache, const void *v_cache)
+static int check_pointers(const layer_weights *w, const void *k_cache,
+                          const void *v_cache)
 {
     const void *all[] = { w->in_norm, w->post_norm, w->q, w->k, w->v, w->o,
                           w->gate, w->up, w->down, k_cache, v_cache };
@@ -346,10 +353,11 @@ const char *layer_strerror(int status)
 {
     static const char *text[] = {
         "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
-        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv divides "
-        "n_q, at most 16 query heads a KV head, eps and theta positive",
+        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
+        "divides n_q, at most 16 query heads a KV head, eps and theta positive",
         "position outside [0, max_seq_len)",
-        "wrong device: compute capability 9.0 or later, and the one the layer was built on",
+        "wrong device: it must have compute capability 9.0 or later, and be the one "
+        "the layer was built on",
         "out of device memory", "the CUDA runtime refused a call",
     };
     int known = status >= 0 && status < (int)(sizeof text / sizeof *text);

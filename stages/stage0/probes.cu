@@ -221,14 +221,16 @@ KERNEL fill(struct fill_args a)
 {
     int64_t step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += step)
-        a.out[i] = f32_to_bf16(generated(a.key, (uint64_t)(a.first + i), a.offset, a.scale));
+        a.out[i] = f32_to_bf16(generated(a.key, (uint64_t)(a.first + i), a.offset,
+                                         a.scale));
 }
 CPU_KERNEL(fill, struct fill_args)
 
 /* probe: the two sides of the ring */
 enum { READERS = 8 };   /* warps that consume; one more produces */
 
-DEVICE void produce(const struct read_args *a, uint64_t *full, uint64_t *empty, char *ring)
+DEVICE void produce(const struct read_args *a, uint64_t *full, uint64_t *empty,
+                    char *ring)
 {
     uint64_t policy = evict_first();
     int slot = 0, parity = 1;   /* the first wait for an empty slot passes */
@@ -241,7 +243,8 @@ DEVICE void produce(const struct read_args *a, uint64_t *full, uint64_t *empty, 
     }
 }
 
-DEVICE void consume(const struct read_args *a, uint64_t *full, uint64_t *empty, char *ring)
+DEVICE void consume(const struct read_args *a, uint64_t *full, uint64_t *empty,
+                    char *ring)
 {
     int slot = 0, parity = 0;
     uint32_t sum = 0;

@@ -217,15 +217,16 @@ struct layer_args {
     int32_t n_q, n_kv, hd;
     float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
     float *roped_q;            /* [n_q * hd] */
-    float *split_sum;          /* [n_q][splits][hd]: sums of p V, not normalised */
-    float *split_max;          /* [n_q][splits]: largest score */
-    float *split_weight;       /* [n_q][splits]: sum of p */
-    float *attended;           /* [n_q * hd] */
+    /* the results of the tiles */
+    float *split_sum;          /* [n_q][max_splits][hd]: sums of p V, not normalised */
+    float *split_max;          /* [n_q][max_splits]: largest score */
+    float *split_weight;       /* [n_q][max_splits]: sum of p */
+    int32_t max_splits;
+    float *attended;           /* [n_q * hd], laid out by slot() */
     float *x1;                 /* [d]: the residual stream after attention */
-    float *act;                /* [ffn]: silu(gate) * up */
+    float *act;                /* [ffn]: silu(gate) * up, laid out by slot() */
     uint32_t *barrier;         /* arrivals since the layer was built */
     uint32_t *barrier_base;    /* [blocks]: arrivals before this launch */
-    int32_t max_splits;
 };
 
 /* a position that is valid, or -1 */
@@ -273,7 +274,7 @@ DEVICE int64_t slot(int64_t i, int64_t n)
 }
 
 /* two dot products at once */
-struct four { float v[4]; };   /* read as 16 bytes */
+struct four { float v[4]; } __attribute__((aligned(16)));   /* read as 16 bytes */
 
 DEVICE float dot8(bits128 w, const float *low, const float *high, float sum)
 {
@@ -326,7 +327,9 @@ DEVICE void rotate(float *low, float *high, int64_t pos, double turn)
 }
 
 /* one launch: the phases */
-DEVICE float inverse_rms(float sum_of_squares, const struct layer_args *a, float *shared)
+/* a block norms the input for itself */
+DEVICE float inverse_rms(float sum_of_squares, const struct layer_args *a,
+                         float *shared)
 {
     return rsqrtf(block_sum(sum_of_squares, shared) / (float)a->d + a->eps);
 }
@@ -345,6 +348,7 @@ DEVICE float *normed_input(const struct layer_args *a)   /* shared h[d] */
     return h;
 }
 
+/* the share of a warp */
 DEVICE int first_unit(void)   /* of this warp; units are dealt out warp by warp */
 {
     return (int)(threadIdx.x / 32 * gridDim.x + blockIdx.x);
@@ -355,9 +359,10 @@ DEVICE int unit_step(void)
     return (int)(gridDim.x * (blockDim.x / 32));
 }
 
-DEVICE void project_qkv(const struct layer_args *a, int64_t pos)
+
+/* project queries, keys and values */
+DEVICE void project_qkv(const struct layer_args *a, const float *h, int64_t pos)
 {
-    const float *h = normed_input(a);
     int half = a->hd / 2, units = (a->n_q + 2 * a->n_kv) * half;
     for (int u = first_unit(); u < units; u += unit_step()) {
         int head = u / half, i = u % half;
@@ -384,23 +389,50 @@ DEVICE void project_qkv(const struct layer_args *a, int64_t pos)
     }
 }
 
+/* attend the keys tile by tile */
 enum { SPLIT_KEYS = 128 };
 
+/* one launch: fetch a tile of values */
+enum { PIECES_AHEAD = 4 };   /* 16-byte loads of a thread in flight */
+
+DEVICE void copy_tile(uint16_t *to, const uint16_t *from, int n)
+{
+    int step = (int)blockDim.x * 8;
+    for (int first = (int)threadIdx.x * 8; first < n; first += PIECES_AHEAD * step) {
+        bits128 piece[PIECES_AHEAD];
+        for (int u = 0; u < PIECES_AHEAD; u++)
+            if (first + u * step < n) piece[u] = load_16(from + first + u * step);
+        for (int u = 0; u < PIECES_AHEAD; u++)
+            if (first + u * step < n) *(bits128 *)(to + first + u * step) = piece[u];
+    }
+}
+
 /* one launch: the scores of a tile */
+enum { KEYS_AHEAD = 4 };   /* of a thread in flight */
+
 DEVICE void score_tile(const struct layer_args *a, const float *q, const uint16_t *K,
                        int keys, int rep, float *s)
 {
     const bits128 zero = {{0, 0, 0, 0}};
     int lanes = a->hd / 8, lane = (int)threadIdx.x % lanes;
     int step = (int)blockDim.x / lanes;
-    for (int key = (int)threadIdx.x / lanes; key < SPLIT_KEYS; key += step) {
-        int inside = key < keys;
-        bits128 k = inside ? load_16(K + (int64_t)key * a->hd + lane * 8) : zero;
+    for (int first = (int)threadIdx.x / lanes; first < SPLIT_KEYS;
+         first += KEYS_AHEAD * step) {
+        bits128 k[KEYS_AHEAD];
+        for (int u = 0; u < KEYS_AHEAD; u++) {
+            int key = first + u * step;
+            k[u] = key < keys ? load_16(K + (int64_t)key * a->hd + lane * 8) : zero;
+        }
         for (int r = 0; r < rep; r++) {
+            /* score four keys for query r */
             const float *part = q + r * a->hd + lane * 8;
-            float sum = dot8(k, part, part + 4, 0);
-            for (int m = lanes / 2; m; m /= 2) sum += shfl_xor_f32(sum, m);
-            if (lane == 0) s[r * SPLIT_KEYS + key] = inside ? sum : -INFINITY;
+            float sum[KEYS_AHEAD];
+            for (int u = 0; u < KEYS_AHEAD; u++) sum[u] = dot8(k[u], part, part + 4, 0);
+            for (int u = 0; u < KEYS_AHEAD; u++)
+                for (int m = lanes / 2; m; m /= 2) sum[u] += shfl_xor_f32(sum[u], m);
+            for (int u = 0; u < KEYS_AHEAD; u++)
+                if (lane == 0 && first + u * step < keys)
+                    s[r * SPLIT_KEYS + first + u * step] = sum[u];
         }
     }
 }
@@ -446,6 +478,7 @@ DEVICE void attend_splits(const struct layer_args *a, int64_t pos)
     int rep = a->n_q / a->n_kv, splits = (int)(pos / SPLIT_KEYS) + 1;
     float *q = (float *)shared_memory();          /* [rep][hd] */
     float *s = q + rep * a->hd;                   /* [rep][SPLIT_KEYS] */
+    uint16_t *V = (uint16_t *)(s + rep * SPLIT_KEYS);   /* [SPLIT_KEYS][hd] */
     for (int u = (int)blockIdx.x; u < splits * a->n_kv; u += (int)gridDim.x) {
         int kv = u % a->n_kv, split = u / a->n_kv;
         int64_t first = (int64_t)split * SPLIT_KEYS, left = pos + 1 - first;
@@ -454,45 +487,48 @@ DEVICE void attend_splits(const struct layer_args *a, int64_t pos)
         __syncthreads();                          /* s of the last unit was read */
         for (int i = (int)threadIdx.x; i < rep * a->hd; i += (int)blockDim.x)
             q[i] = a->roped_q[kv * rep * a->hd + i] * a->score_scale;
+        copy_tile(V, a->v_cache + at, keys * a->hd);
         __syncthreads();
         score_tile(a, q, a->k_cache + at, keys, rep, s);
         __syncthreads();
         weigh_tile(a, s, keys, rep, kv, split);
         __syncthreads();
-        sum_tile(a, s, a->v_cache + at, keys, rep, kv, split);
+        sum_tile(a, s, V, keys, rep, kv, split);
     }
 }
 
+/* merge the tiles */
 DEVICE void merge_splits(const struct layer_args *a, int64_t pos)
 {
     int splits = (int)(pos / SPLIT_KEYS) + 1;
-    int step = (int)(gridDim.x * blockDim.x);
-    for (int t = (int)(blockIdx.x + threadIdx.x * gridDim.x); t < a->n_q * a->hd;
-         t += step) {
+    for (int u = first_unit(); u < a->n_q * a->hd / 32; u += unit_step()) {
+        int t = u * 32 + (int)threadIdx.x % 32;
         int64_t head = (int64_t)(t / a->hd) * a->max_splits;
         float max = -INFINITY, sum = 0, weight = 0;
-        for (int j = 0; j < splits; j++) max = fmaxf(max, a->split_max[head + j]);
-        for (int j = 0; j < splits; j++) {
+        UNROLL(8) for (int j = 0; j < splits; j++)
+            max = fmaxf(max, a->split_max[head + j]);
+        UNROLL(8) for (int j = 0; j < splits; j++) {
             float e = expf(a->split_max[head + j] - max);
             weight = fmaf(e, a->split_weight[head + j], weight);
             sum = fmaf(e, a->split_sum[(head + j) * a->hd + t % a->hd], sum);
         }
-        a->attended[t] = sum / weight;
+        a->attended[slot(t, (int64_t)a->n_q * a->hd)] = sum / weight;
     }
 }
 
+/* a block copies a vector for itself */
 DEVICE float *shared_copy(const float *v, int64_t n)
 {
     float *x = (float *)shared_memory() + 32;
-    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) x[slot(i, n)] = v[i];
+    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) x[i] = v[i];
     __syncthreads();
     return x;
 }
 
-DEVICE void project_out(const struct layer_args *a)   /* x1 = x + W_o attended */
-{
+/* project what was attended */
+DEVICE void project_out(const struct layer_args *a, const float *x)
+{                                                /* x1 = x + W_o attended */
     int64_t n = (int64_t)a->n_q * a->hd;
-    const float *x = shared_copy(a->attended, n);
     for (int u = first_unit(); u < a->d / 2; u += unit_step()) {
         const uint16_t *row = a->o + 2 * u * n;
         float y[2];
@@ -503,6 +539,7 @@ DEVICE void project_out(const struct layer_args *a)   /* x1 = x + W_o attended *
     }
 }
 
+/* a block norms the residual stream for itself */
 DEVICE float *normed_x1(const struct layer_args *a)   /* shared h[d] */
 {
     float *shared = (float *)shared_memory(), *h = shared + 32, sum = 0;
@@ -515,19 +552,21 @@ DEVICE float *normed_x1(const struct layer_args *a)   /* shared h[d] */
     return h;
 }
 
-DEVICE void gate_and_up(const struct layer_args *a)   /* act = silu(gate) * up */
-{
-    const float *h = normed_x1(a);
+
+/* gate and up */
+DEVICE void gate_and_up(const struct layer_args *a, const float *h)
+{                                                /* act = silu(gate) * up */
     for (int u = first_unit(); u < a->ffn; u += unit_step()) {
         float gate, up;
         dot_pair(a->gate + u * a->d, a->up + u * a->d, h, a->d, &gate, &up);
-        if (threadIdx.x % 32 == 0) a->act[u] = gate / (1.0f + expf(-gate)) * up;
+        if (threadIdx.x % 32 == 0)
+            a->act[slot(u, a->ffn)] = gate / (1.0f + expf(-gate)) * up;
     }
 }
 
-DEVICE void down(const struct layer_args *a)          /* x_out = x1 + W_down act */
-{
-    const float *x = shared_copy(a->act, a->ffn);
+/* down */
+DEVICE void down(const struct layer_args *a, const float *x)
+{                                                /* x_out = x1 + W_down act */
     for (int u = first_unit(); u < a->d / 2; u += unit_step()) {
         const uint16_t *row = a->down + 2 * u * a->ffn;
         float y[2];
@@ -551,17 +590,17 @@ KERNEL THREADS(512) whole_layer(struct layer_args a)
         return;
     }
     uint32_t arrivals = a.barrier_base[blockIdx.x];
-    project_qkv(&a, pos);
+    project_qkv(&a, normed_input(&a), pos);
     grid_barrier(a.barrier, &arrivals);
     attend_splits(&a, pos);
     grid_barrier(a.barrier, &arrivals);
     merge_splits(&a, pos);
     grid_barrier(a.barrier, &arrivals);
-    project_out(&a);
+    project_out(&a, shared_copy(a.attended, (int64_t)a.n_q * a.hd));
     grid_barrier(a.barrier, &arrivals);
-    gate_and_up(&a);
+    gate_and_up(&a, normed_x1(&a));
     grid_barrier(a.barrier, &arrivals);
-    down(&a);
+    down(&a, shared_copy(a.act, a.ffn));
     if (threadIdx.x == 0) a.barrier_base[blockIdx.x] = arrivals;
 }
 CPU_KERNEL(whole_layer, struct layer_args)

@@ -31,15 +31,16 @@ struct layer_args {
     int32_t n_q, n_kv, hd;
     float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
     float *roped_q;            /* [n_q * hd] */
-    float *split_sum;          /* [n_q][splits][hd]: sums of p V, not normalised */
-    float *split_max;          /* [n_q][splits]: largest score */
-    float *split_weight;       /* [n_q][splits]: sum of p */
-    float *attended;           /* [n_q * hd] */
+    /* the results of the tiles */
+    float *split_sum;          /* [n_q][max_splits][hd]: sums of p V, not normalised */
+    float *split_max;          /* [n_q][max_splits]: largest score */
+    float *split_weight;       /* [n_q][max_splits]: sum of p */
+    int32_t max_splits;
+    float *attended;           /* [n_q * hd], laid out by slot() */
     float *x1;                 /* [d]: the residual stream after attention */
-    float *act;                /* [ffn]: silu(gate) * up */
+    float *act;                /* [ffn]: silu(gate) * up, laid out by slot() */
     uint32_t *barrier;         /* arrivals since the layer was built */
     uint32_t *barrier_base;    /* [blocks]: arrivals before this launch */
-    int32_t max_splits;
 };
 
 void whole_layer(struct layer_args);
@@ -112,7 +113,8 @@ static int prepare(layer *l)
     size_t numbers = (size_t)(a->d > a->ffn ? a->d : a->ffn);
     size_t q = (size_t)(a->n_q * a->hd), rep = (size_t)(a->n_q / a->n_kv);
     if (numbers < q) numbers = q;
-    if (numbers < rep * (size_t)(a->hd + SPLIT_KEYS)) numbers = rep * (size_t)(a->hd + SPLIT_KEYS);
+    size_t tile = rep * (size_t)(a->hd + SPLIT_KEYS) + (size_t)(SPLIT_KEYS * a->hd / 2);
+    if (numbers < tile) numbers = tile;
     l->shared = (numbers + 32) * sizeof(float), l->threads = BLOCK_THREADS;
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
@@ -146,7 +148,8 @@ static int step(layer *l, const void *x, struct position pos, void *x_out,
 /* refuse what no stage can serve */
 static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
 
-static int check_pointers(const layer_weights *w, const void *k_cache, const void *v_cache)
+static int check_pointers(const layer_weights *w, const void *k_cache,
+                          const void *v_cache)
 {
     const void *all[] = { w->in_norm, w->post_norm, w->q, w->k, w->v, w->o,
                           w->gate, w->up, w->down, k_cache, v_cache };
@@ -267,10 +270,11 @@ const char *layer_strerror(int status)
 {
     static const char *text[] = {
         "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
-        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv divides "
-        "n_q, at most 16 query heads a KV head, eps and theta positive",
+        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
+        "divides n_q, at most 16 query heads a KV head, eps and theta positive",
         "position outside [0, max_seq_len)",
-        "wrong device: compute capability 9.0 or later, and the one the layer was built on",
+        "wrong device: it must have compute capability 9.0 or later, and be the one "
+        "the layer was built on",
         "out of device memory", "the CUDA runtime refused a call",
     };
     int known = status >= 0 && status < (int)(sizeof text / sizeof *text);

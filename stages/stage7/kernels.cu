@@ -1,6 +1,6 @@
 /* stages/stage7/kernels.cu: tangled from layer.nw; change it there. */
 /* stage 7: the kernel file */
-/* Stage 7: the whole layer in one launch, around a stream of weights that never stops. */
+/* Stage 7: the whole layer in one launch, around a stream that never stops. */
 #include <stdint.h>
 #include <math.h>
 #ifdef __CUDACC__
@@ -57,6 +57,14 @@ DEVICE char *shared_memory(void)
 DEVICE uint32_t shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* PTX: pairs of bfloat16 */
+DEVICE uint32_t pack_bf16(float low, float high)
+{
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
 
 /* PTX: warps */
@@ -438,7 +446,7 @@ DEVICE float *tile_sums(const struct layer_args *a, int tile)   /* [HEADS][hd] *
     return (float *)vector_area() + tile * HEADS * a->hd;
 }
 
-DEVICE uint16_t *unit_queries(const struct layer_args *a)       /* hi, lo: [HEADS][hd] */
+DEVICE uint16_t *unit_queries(const struct layer_args *a)  /* hi, lo: [HEADS][hd] */
 {
     return (uint16_t *)tile_sums(a, UNIT_TILES);
 }
@@ -605,7 +613,8 @@ DEVICE void produce_unit(const struct layer_args *a, struct shared *s,
                          struct producer *p, struct span n, int64_t pos, int unit,
                          int vector)
 {
-    int group = unit % a->g.groups, kv = group / a->g.octets, split = unit / a->g.groups;
+    int group = unit % a->g.groups, kv = group / a->g.octets;
+    int split = unit / a->g.groups;
     for (int t = first_tile(n, split); t < first_tile(n, split + 1); t++) {
         int64_t first = (int64_t)t * TILE_KEYS, old = pos - first;
         if (old > TILE_KEYS) old = TILE_KEYS;
@@ -622,17 +631,16 @@ DEVICE void produce_unit(const struct layer_args *a, struct shared *s,
 
 DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
 {
-    struct producer p = { evict_first(), 0, ~0u };   /* the first wait for a slot passes */
+    struct producer p = { evict_first(), 0, ~0u };   /* every first wait passes */
     struct span n = span_at(a, pos);
     int vector = 0, units = units_of_block(a, n);
-    produce_phase(a, s, &p, QKV, 0);
-    for (int u = 0; u < units; u++)
-        produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x), ++vector);
-    produce_phase(a, s, &p, OUT, ++vector);
-    produce_phase(a, s, &p, GATE_UP, ++vector);
+    for (int phase = QKV; phase < DOWN; phase++)
+        if (phase != ATTEND) produce_phase(a, s, &p, phase, vector++);
+        else for (int u = 0; u < units; u++)
+            produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x), vector++);
     for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
          piece += (int)gridDim.x)
-        produce_down(a, s, &p, piece, ++vector);
+        produce_down(a, s, &p, piece, vector++);
     for (int w = 0; w < a->g.warps; w++) {
         struct tag end = { THE_END, 0, 0, 0, 0 };
         offer(s, &p, end, 0);
@@ -665,11 +673,9 @@ DEVICE void split(const struct eight *x, uint16_t *hi, uint16_t *lo)
 {
     bits128 h, l;
     for (int i = 0; i < 4; i++) {
-        uint16_t a = f32_to_bf16(x->v[2 * i]), b = f32_to_bf16(x->v[2 * i + 1]);
-        uint16_t c = f32_to_bf16(x->v[2 * i] - bf16_to_f32(a));
-        uint16_t d = f32_to_bf16(x->v[2 * i + 1] - bf16_to_f32(b));
-        h.v[i] = a | (uint32_t)b << 16;
-        l.v[i] = c | (uint32_t)d << 16;
+        float a = x->v[2 * i], b = x->v[2 * i + 1];
+        h.v[i] = pack_bf16(a, b);
+        l.v[i] = pack_bf16(a - bits_f32(h.v[i] << 16), b - bits_f32(h.v[i] & 0xffff0000u));
     }
     *(bits128 *)hi = h;
     *(bits128 *)lo = l;
@@ -686,10 +692,9 @@ DEVICE struct eight eight_bf16(bits128 b)
     return x;
 }
 
-DEVICE struct eight eight_f32(const float *f)
+DEVICE struct eight eight_f32(bits128 low, bits128 high)
 {
     struct eight x;
-    bits128 low = load_16(f), high = load_16(f + 4);
     for (int i = 0; i < 4; i++) {
         x.v[i] = bits_f32(low.v[i]);
         x.v[4 + i] = bits_f32(high.v[i]);
@@ -709,27 +714,30 @@ DEVICE float weigh(struct eight *x, bits128 weight, float squares)
 
 enum { IN_FLIGHT = 4 };   /* eights that a loader has in flight */
 
-DEVICE void put_vector(const struct layer_args *a, struct shared *s, const float *f,
-                       const uint16_t *b, const uint16_t *weight, int64_t n)
+APART void put_vector(const struct layer_args *a, struct shared *s, const float *f,
+                      const uint16_t *b, const uint16_t *weight, int64_t n)
 {
     uint16_t *hi = (uint16_t *)vector_area(), *lo = hi + n;
     float squares = 0;
-    for (int64_t i = 0; i < n; i += 8 * LOADERS * IN_FLIGHT) {
-        struct eight x[IN_FLIGHT];
-        bits128 w[IN_FLIGHT];
+    UNROLL(1)
+    for (int64_t i = loader_thread(a) * 8; i - loader_thread(a) * 8 < n;
+         i += 8 * LOADERS * IN_FLIGHT) {
+        bits128 x[IN_FLIGHT][2], w[IN_FLIGHT];   /* as read: float or bf16; bf16 */
         /* fetch the eights and their weights */
         for (int u = 0; u < IN_FLIGHT; u++) {
-            int64_t j = i + 8 * (loader_thread(a) + LOADERS * u);
+            int64_t j = i + 8 * LOADERS * u;
             if (j >= n) break;
-            x[u] = f ? eight_f32(f + j) : eight_bf16(load_16(b + j));
+            x[u][0] = load_16(f ? (const void *)(f + j) : b + j);
+            if (f) x[u][1] = load_16(f + j + 4);
             if (weight) w[u] = load_16(weight + j);
         }
-        if (b && i == 0) named_barrier_arrive(2, LOADERS + 32);
+        if (b && i < 8 * LOADERS) named_barrier_arrive(2, LOADERS + 32);
         for (int u = 0; u < IN_FLIGHT; u++) {
-            int64_t j = i + 8 * (loader_thread(a) + LOADERS * u);
+            int64_t j = i + 8 * LOADERS * u;
+            struct eight e = f ? eight_f32(x[u][0], x[u][1]) : eight_bf16(x[u][0]);
             if (j >= n) break;
-            if (weight) squares = weigh(&x[u], w[u], squares);
-            split(&x[u], hi + j, lo + j);
+            if (weight) squares = weigh(&e, w[u], squares);
+            split(&e, hi + j, lo + j);
         }
     }
     if (!weight && loader_thread(a) == 0) s->scale = 1;
@@ -759,7 +767,8 @@ DEVICE void put_queries(const struct layer_args *a, int group)
     int first, heads = heads_of(a, group, &first);
     for (int i = loader_thread(a) * 8; i < HEADS * a->hd; i += 8 * LOADERS) {
         struct eight q = {{ 0 }};
-        if (i < heads * a->hd) q = eight_f32(a->roped_q + first * a->hd + i);
+        const float *from = a->roped_q + first * a->hd + i;
+        if (i < heads * a->hd) q = eight_f32(load_16(from), load_16(from + 4));
         for (int j = 0; j < 8; j++) q.v[j] *= a->score_scale;
         split(&q, hi + i, lo + i);
     }
@@ -784,6 +793,7 @@ DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, int tiles,
     int64_t at = ((int64_t)group * a->g.max_units + split) * HEADS + head;
     if (i >= a->hd) return;
     struct merged m = { s->tile_max[0][head], 0, { 0, 0, 0, 0 } };
+    UNROLL(1)
     for (int t = 0; t < tiles; t++)
         merge(&m, s->tile_max[t][head], s->tile_weight[t][head],
               *(const bits128 *)(tile_sums(a, t) + head * a->hd + i));
@@ -801,6 +811,7 @@ DEVICE void merge_units(const struct layer_args *a, struct span n, int group)
     if (head < heads && i < a->hd) {
         int64_t at = (int64_t)group * a->g.max_units * HEADS + head;
         struct merged m = { a->unit_max[at], 0, { 0, 0, 0, 0 } };
+        UNROLL(1)
         for (int u = 0; u < n.units; u += FETCH) {
             /* fetch some units and merge them */
             float max[FETCH], weight[FETCH];
@@ -889,8 +900,8 @@ struct pair { float low, high; };
 enum { RUN = 256, RUNS = 2 };   /* elements of a run; runs of a step */
 struct run { bits128 low, high, hi, lo; };
 
-DEVICE struct run read_run(const uint16_t *low, const uint16_t *high, const uint16_t *hi,
-                           int n, int i)
+DEVICE struct run read_run(const uint16_t *low, const uint16_t *high,
+                           const uint16_t *hi, int n, int i)
 {
     struct run r;
     r.low = *(const bits128 *)(low + i);
@@ -923,6 +934,7 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
         for (int u = 0; u < RUNS; u++) multiply_run(c[u], now[u]);
     }
     /* multiply what is left of the rows */
+    UNROLL(1)
     for (int k = whole; k < n; k += RUN) {
         struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
         if (i + k < n) r = read_run(low, high, hi, n, i + k);
@@ -1000,6 +1012,7 @@ DEVICE void store_qkv(const struct layer_args *a, int64_t pos, int64_t pair,
 DEVICE void add_pieces(const struct layer_args *a, int64_t row)
 {
     float sum = a->x1[row];
+    UNROLL(4)
     for (int p = 0; p < a->g.pieces; p++) sum += a->piece_sum[p * a->d + row];
     a->x_out[row] = f32_to_bf16(sum);
 }
@@ -1015,6 +1028,7 @@ DEVICE void finish_down(const struct layer_args *a, struct tag tag, int w)
     __syncwarp();
     int step = share.teams * a->g.warps, first = tag.item % step;
     int pairs = a->g.pairs[DOWN], chunks = (a->g.chunks[DOWN] - first - 1) / step + 1;
+    UNROLL(1)
     for (int i = lane_id(); i < chunks * pairs; i += 32) {
         int64_t row = (int64_t)(first + i / pairs * step) * pairs + i % pairs;
         if (row >= a->d / 2) continue;
@@ -1033,8 +1047,10 @@ DEVICE void multiply_chunk(const struct layer_args *a, struct shared *s, int64_t
               : tag.phase == DOWN ? piece_width(a, tag.part) : a->d;
     int count = pairs_in(a, tag.phase, tag.item);
     struct pair mine = { 0, 0 };
+    UNROLL(1)
     for (int i = 0; i < count; i++) {
-        struct pair sum = dot(weights + i * n, weights + (count + i) * n, vector, (int)n);
+        const uint16_t *low = weights + i * n;
+        struct pair sum = dot(low, low + count * n, vector, (int)n);
         if (lane_id() == i) mine = sum;
     }
     mine.low *= s->scale, mine.high *= s->scale;
@@ -1066,84 +1082,103 @@ DEVICE void fetch_row(const struct layer_args *a, uint16_t *K, uint16_t *V, int 
 }
 
 /* stream: the softmax of a tile */
-DEVICE void soften(struct shared *s, float score[TILE_KEYS / 16][4], float *p, int tile)
+enum { SIXTEENS = TILE_KEYS / 16, P_ROW = TILE_KEYS + 8 };
+
+DEVICE void put_weight(uint16_t *p, float e)   /* hi, and lo behind all the hi */
+{
+    uint16_t hi = f32_to_bf16(e);
+    p[0] = hi;
+    p[HEADS * P_ROW] = f32_to_bf16(e - bf16_to_f32(hi));
+}
+
+DEVICE void soften(struct shared *s, float score[SIXTEENS][4], uint16_t *p, int tile)
 {
     int g = lane_id() / 4, t = lane_id() % 4;
     for (int j = 0; j < 2; j++) {
         float max = -INFINITY, sum = 0;
-        for (int m = 0; m < TILE_KEYS / 16; m++)
+        for (int m = 0; m < SIXTEENS; m++)
             max = fmaxf(max, fmaxf(score[m][j], score[m][2 + j]));
         for (int m = 4; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
-        for (int m = 0; m < TILE_KEYS / 16; m++) {
+        for (int m = 0; m < SIXTEENS; m++) {
             float e = expf(score[m][j] - max), f = expf(score[m][2 + j] - max);
-            p[(16 * m + g) * HEADS + 2 * t + j] = e;
-            p[(16 * m + g + 8) * HEADS + 2 * t + j] = f;
+            put_weight(p + (2 * t + j) * P_ROW + 16 * m + g, e);
+            put_weight(p + (2 * t + j) * P_ROW + 16 * m + g + 8, f);
             sum += e + f;
         }
         for (int m = 4; m < 32; m *= 2) sum += shfl_xor_f32(sum, m);
-        if (g == 0) s->tile_max[tile][2 * t + j] = max, s->tile_weight[tile][2 * t + j] = sum;
+        if (g) continue;
+        s->tile_max[tile][2 * t + j] = max;
+        s->tile_weight[tile][2 * t + j] = sum;
     }
 }
 
 /* stream: score a tile */
-DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K, int keys,
-                       int tile, int hd)
+DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K,
+                       int keys, int tile)
 {
-    const uint16_t *hi = unit_queries(a), *lo = hi + HEADS * hd;
     int g = lane_id() / 4, t = lane_id() % 4;
-    float score[TILE_KEYS / 16][4];
-    UNROLL(4)
-    for (int m = 0; m < TILE_KEYS / 16; m++) {
-        const uint16_t *key = K + (16 * m + g) * hd;
-        float c[4] = { 0, 0, 0, 0 };
-        UNROLL(4)
-        for (int j = 0; j < hd / 32; j++) {
-            int i = 8 * t + 32 * j;
-            bits128 x = *(const bits128 *)(key + i);
-            bits128 y = *(const bits128 *)(key + 8 * hd + i);
-            multiply_16_bytes(c, x, y, *(const bits128 *)(hi + g * hd + i));
-            multiply_16_bytes(c, x, y, *(const bits128 *)(lo + g * hd + i));
+    const uint16_t *hi = unit_queries(a) + g * a->hd, *lo = hi + HEADS * a->hd;
+    float score[SIXTEENS][4], c[SIXTEENS][2][4] = {{{ 0 }}};
+    UNROLL(1)
+    for (int i = 8 * t; i < a->hd; i += 32) {
+        bits128 q = *(const bits128 *)(hi + i), r = *(const bits128 *)(lo + i);
+        for (int m = 0; m < SIXTEENS; m++) {
+            /* multiply sixteen keys by the queries */
+            const uint16_t *key = K + (16 * m + g) * a->hd + i;
+            bits128 x = *(const bits128 *)key, y = *(const bits128 *)(key + 8 * a->hd);
+            multiply_16_bytes(c[m][0], x, y, q);
+            multiply_16_bytes(c[m][1], x, y, r);
         }
-        for (int i = 0; i < 4; i++)
-            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? c[i] : -INFINITY;
     }
+    for (int m = 0; m < SIXTEENS; m++)
+        for (int i = 0; i < 4; i++)
+            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? c[m][0][i] + c[m][1][i]
+                                                        : -INFINITY;
     __syncwarp();
-    soften(s, score, (float *)K, tile);
+    soften(s, score, K, tile);
     __syncwarp();
 }
 
 /* stream: sum a tile */
-DEVICE void sum_tile(const struct layer_args *a, const float *p, const uint16_t *V,
-                     int keys, int tile, int hd)
+DEVICE uint32_t two_values(const uint16_t *V, int hd, int key, int keys, int i)
 {
-    float sum[HEADS][4] = {{ 0 }};
-    int wide = hd > 64, i = 2 * lane_id();
-    UNROLL(4)
-    for (int key = 0; key < keys; key++) {
-        uint32_t v = *(const uint32_t *)(V + key * hd + i);
-        uint32_t w = wide ? *(const uint32_t *)(V + key * hd + 64 + i) : 0;
-        float x[4] = { bits_f32(v << 16), bits_f32(v & 0xffff0000u),
-                       bits_f32(w << 16), bits_f32(w & 0xffff0000u) };
-        /* add the eight heads' shares of one key */
-        bits128 low = *(const bits128 *)(p + key * HEADS);
-        bits128 high = *(const bits128 *)(p + key * HEADS + 4);
-        for (int h = 0; h < HEADS; h++) {
-            float e = bits_f32(h < 4 ? low.v[h % 4] : high.v[h % 4]);
-            for (int j = 0; j < 4; j++) sum[h][j] = fmaf(e, x[j], sum[h][j]);
-        }
-    }
-    for (int h = 0; h < HEADS; h++) {
-        float *out = tile_sums(a, tile) + h * hd + i;
-        out[0] = sum[h][0], out[1] = sum[h][1];
-        if (wide) out[64] = sum[h][2], out[65] = sum[h][3];
-    }
+    return key < keys ? *(const uint32_t *)(V + key * hd + i) : 0;
 }
 
-DEVICE void attend_keys(const struct layer_args *a, struct shared *s, uint16_t *K,
-                        uint16_t *V, int keys, int tile, int hd)
+DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+
+DEVICE uint32_t high_halves(uint32_t a, uint32_t b)
 {
-    score_tile(a, s, K, keys, tile, hd);
-    sum_tile(a, (const float *)K, V, keys, tile, hd);
+    return a >> 16 | (b & 0xffff0000u);
+}
+
+DEVICE void sum_tile(const struct layer_args *a, const uint16_t *p, const uint16_t *V,
+                     int keys, int tile)
+{
+    int g = lane_id() / 4, t = lane_id() % 4, hd = a->hd;
+    uint32_t weight[SIXTEENS][2][4] = {{{ 0 }}};   /* hi, lo; rows 8 to 15 are zero */
+    for (int m = 0; m < SIXTEENS; m++)
+        for (int i = 0; i < 4; i++)
+            weight[m][i % 2][i / 2 * 2] = *(const uint32_t *)(
+                p + (i % 2 * HEADS + g) * P_ROW + 16 * m + 2 * t + i / 2 * 8);
+    UNROLL(1)
+    for (int i = 0; i < hd; i += 16) {
+        float c[2][2][4] = {{{ 0 }}};              /* even, odd; hi, lo */
+        for (int m = 0; m < SIXTEENS; m++) {
+            /* multiply the weights by the values of sixteen keys */
+            uint32_t v[4];
+            for (int j = 0; j < 4; j++)
+                v[j] = two_values(V, hd, 16 * m + 2 * t + j % 2 + j / 2 * 8, keys, i + 2 * g);
+            uint32_t even[2] = { low_halves(v[0], v[1]), low_halves(v[2], v[3]) };
+            uint32_t odd[2] = { high_halves(v[0], v[1]), high_halves(v[2], v[3]) };
+            for (int j = 0; j < 2; j++) {
+                mma_bf16(c[0][j], weight[m][j], even);
+                mma_bf16(c[1][j], weight[m][j], odd);
+            }
+        }
+        float *out = tile_sums(a, tile) + g * hd + i + 4 * t;
+        for (int j = 0; j < 4; j++) out[j] = c[j % 2][0][j / 2] + c[j % 2][1][j / 2];
+    }
 }
 
 APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos, int w,
@@ -1151,11 +1186,12 @@ APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos
 {
     uint16_t *K = (uint16_t *)slot(a, w), *V = K + TILE_KEYS * a->hd;
     int split = tag.part / a->g.groups, group = tag.part % a->g.groups;
-    int64_t first = (first_tile(span_at(a, pos), split) + tag.item) * (int64_t)TILE_KEYS;
+    int64_t tile = first_tile(span_at(a, pos), split) + tag.item;
+    int64_t first = tile * TILE_KEYS;
     int keys = pos - first < TILE_KEYS ? (int)(pos - first) + 1 : TILE_KEYS;
     if (first + keys - 1 == pos) fetch_row(a, K, V, group / a->g.octets, pos, keys - 1);
-    if (a->hd == 128) attend_keys(a, s, K, V, keys, tag.item, 128);
-    else attend_keys(a, s, K, V, keys, tag.item, 64);
+    score_tile(a, s, K, keys, tag.item);
+    sum_tile(a, K, V, keys, tag.item);
     proxy_fence();
     __syncwarp();
     if (lane_id() == 0) {

@@ -102,7 +102,8 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int32_t pairs_of(int64_t slot_bytes, int64_t columns, int64_t divides)
 {
     int32_t pairs = 4;
-    while (pairs > 1 && (4 * pairs * columns > slot_bytes || divides % pairs)) pairs /= 2;
+    while (pairs > 1 && (4 * pairs * columns > slot_bytes || divides % pairs))
+        pairs /= 2;
     return pairs;
 }
 
@@ -124,7 +125,8 @@ static void cut(struct geometry *g, const layer_config *c)
     g->groups = (int32_t)c->n_kv * g->octets;
     g->unit_limit = g->groups < 128 ? 128 / g->groups : 1;
     int64_t tiles = (c->max_seq_len + TILE_KEYS - 1) / TILE_KEYS;
-    g->max_units = (int32_t)larger(g->unit_limit, (tiles + UNIT_TILES - 1) / UNIT_TILES);
+    g->max_units = (int32_t)larger(g->unit_limit,
+                                   (tiles + UNIT_TILES - 1) / UNIT_TILES);
     /* count the pairs and chunks of each product */
     g->pairs[QKV] = pairs_of(g->slot_bytes, c->d, c->hd / 2);
     g->pairs[OUT] = pairs_of(g->slot_bytes, q, 1 << 20);
@@ -220,7 +222,8 @@ static int step(layer *l, const void *x, struct position pos, void *x_out,
 /* refuse what no stage can serve */
 static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
 
-static int check_pointers(const layer_weights *w, const void *k_cache, const void *v_cache)
+static int check_pointers(const layer_weights *w, const void *k_cache,
+                          const void *v_cache)
 {
     const void *all[] = { w->in_norm, w->post_norm, w->q, w->k, w->v, w->o,
                           w->gate, w->up, w->down, k_cache, v_cache };
@@ -341,10 +344,11 @@ const char *layer_strerror(int status)
 {
     static const char *text[] = {
         "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
-        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv divides "
-        "n_q, at most 16 query heads a KV head, eps and theta positive",
+        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
+        "divides n_q, at most 16 query heads a KV head, eps and theta positive",
         "position outside [0, max_seq_len)",
-        "wrong device: compute capability 9.0 or later, and the one the layer was built on",
+        "wrong device: it must have compute capability 9.0 or later, and be the one "
+        "the layer was built on",
         "out of device memory", "the CUDA runtime refused a call",
     };
     int known = status >= 0 && status < (int)(sizeof text / sizeof *text);

@@ -1,0 +1,126 @@
+"""The tables under data/: their columns, reading them with suspicion, writing them whole.
+
+A table is CSV (RFC 4180 quoting, lines end in a newline) under lines `# key: value` that
+say where it was measured. An empty cell was not measured; NaN is an error. Needs nothing
+but Python, so that figures can be drawn where nothing can be measured.
+"""
+import csv
+import io
+import math
+import os
+import pathlib
+import tempfile
+
+NUMBERS = ("launches", "us_median", "us_p10", "us_p90", "us_graph_median", "tokens_per_s",
+           "bytes", "copy_tbs", "read_tbs", "x_copy_floor", "x_read_limit", "rel_err")
+LADDER = ("stage", "title") + NUMBERS   # data/ladder.csv, one row a stage, in its order
+PEERS = ("peer", "title") + NUMBERS     # data/peers.csv
+TIMELINE = ("sm", "phase", "start_us", "end_us")   # data/timeline-N.csv
+FORMATS = dict(launches="{:.0f}", us_median="{:.2f}", us_p10="{:.2f}", us_p90="{:.2f}",
+               us_graph_median="{:.2f}", tokens_per_s="{:.1f}", bytes="{:.0f}",
+               copy_tbs="{:.4f}", read_tbs="{:.4f}", x_copy_floor="{:.4f}",
+               x_read_limit="{:.4f}", rel_err="{:.3e}")
+PROVENANCE = ("gpu", "driver", "cuda", "clocks", "commit", "date", "protocol")
+
+
+class BadTable(Exception):
+    """What is wrong with a file, and where."""
+
+
+def cell(row, column):
+    """The text of a cell; None is an empty one."""
+    value = row.get(column)
+    if value is None:
+        return ""
+    if column not in FORMATS:
+        return str(value)
+    if not math.isfinite(value):
+        raise BadTable(f"{column} of {row.get('title', row)} is {value}")
+    return FORMATS[column].format(value)
+
+
+def text_of(columns, header, rows):
+    """The text of a table; header: {key: value}, rows: [{column: value or None}]."""
+    out = io.StringIO()
+    for key, value in header.items():
+        out.write(f"# {key}: {' '.join(str(value).split())}\n")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([cell(row, column) for column in columns])
+    return out.getvalue()
+
+
+def write_whole(path, text):
+    """Writes beside `path`, then renames: an interruption leaves the old file."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def number(text, where):
+    """A float, or None for an empty cell."""
+    if text == "":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise BadTable(f"{where}: '{text}' is not a number") from None
+    if not math.isfinite(value):
+        raise BadTable(f"{where} is {text}")
+    return value
+
+
+def read(path, columns, words=("title", "peer", "phase"), needed=()):
+    """(header, rows) of a table: {key: value} and [{column: text, float or None}].
+
+    `words` are the columns that hold text; `needed` may not be empty in any row.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise BadTable(f"{path} is not there")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    header = dict(line[1:].strip().split(": ", 1) for line in lines
+                  if line.startswith("#") and ": " in line)
+    table = list(csv.reader(line for line in lines if not line.startswith("#")))
+    if not table:
+        raise BadTable(f"{path} is empty")
+    missing = [column for column in columns if column not in table[0]]
+    if missing:
+        raise BadTable(f"{path} has no column {', '.join(missing)}")
+    if len(table) == 1:
+        raise BadTable(f"{path} has no rows")
+    rows = []
+    for count, cells in enumerate(table[1:], 1):
+        if len(cells) != len(table[0]):
+            raise BadTable(f"{path}, row {count}: {len(cells)} cells, not {len(table[0])}")
+        row = dict(zip(table[0], cells))
+        for column in columns:
+            where = f"{path}, row {count}, {column}"
+            if column not in words:
+                row[column] = number(row[column], where)
+            if column in needed and row[column] in (None, ""):
+                raise BadTable(f"{where} is empty")
+        rows.append(row)
+    return header, rows
+
+
+def read_ladder(path):
+    return read(path, LADDER, needed=("stage", "title", "launches", "us_median", "us_p10",
+                                      "us_p90", "bytes", "copy_tbs", "read_tbs"))
+
+
+def read_peers(path):
+    return read(path, PEERS, needed=("peer", "title", "us_median", "us_p10", "us_p90"))
+
+
+def read_timeline(path):
+    return read(path, TIMELINE, needed=TIMELINE)

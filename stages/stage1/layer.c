@@ -1,0 +1,326 @@
+/* stages/stage1/layer.c: tangled from layer.nw; change it there. */
+/* Stage 1, host side: 17 launches a step. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include "layer.h"
+
+/* stage 1: the operands of a kernel */
+/* stage 0: the operands of a kernel */
+/* a position, given or to be found on the device */
+struct position {
+    const int64_t *at;   /* device memory, or null */
+    int64_t given;       /* the position when at is null */
+    int64_t rows;        /* of the cache: valid positions are below */
+};
+
+struct operands {
+    const uint16_t *a, *b;   /* bf16 inputs */
+    const float *f, *g;      /* single-precision inputs */
+    uint16_t *out;           /* the result, if it is bf16 */
+    float *f_out;            /* the result, if it is single precision */
+    int64_t n, m;            /* sizes, as each kernel says */
+    float scale;
+    struct position pos;
+    uint32_t *status;        /* where a position out of range is remembered */
+};
+
+/* stage 0: the operands of attention */
+struct attention_args {
+    const uint16_t *q;       /* [n_q][hd] */
+    uint16_t *p;             /* [n_q][bound]: the probabilities, rounded */
+    const uint16_t *cache;   /* [n_kv][rows][hd], of keys or of values */
+    float *scores;           /* [n_q][bound] */
+    float *probabilities;    /* [n_q][bound] */
+    uint16_t *out;           /* [n_q][hd] */
+    int64_t n_q, n_kv, hd, bound;
+    float scale;             /* 1 / sqrt(hd) */
+    struct position pos;
+};
+
+struct append_args {
+    const uint16_t *k, *v;         /* [n][m] */
+    uint16_t *k_cache, *v_cache;   /* [n][pos.rows][m] */
+    int64_t n, m;
+    struct position pos;
+};
+
+/* stage 1: the kernels, as the host sees them */
+void rms_norm(struct operands), gemv(struct operands), rope(struct operands);
+void append(struct append_args), score(struct attention_args);
+void softmax(struct attention_args), weighted_values(struct attention_args);
+void add(struct operands), silu_times(struct operands), last_add(struct operands);
+
+struct layer {
+    /* what every handle keeps */
+    layer_config c;
+    layer_weights w;
+    uint16_t *k_cache, *v_cache;   /* [n_kv][max_seq_len][hd] */
+    uint32_t *status;              /* device memory: a sticky layer status */
+    char *scratch;                 /* device memory that the handle owns */
+    int device;                    /* the device all of it lives on */
+    int blocks;                    /* thread blocks of a launch that fills the chip */
+    /* stage 1: what else the handle keeps */
+    float *cos_table, *sin_table;      /* [max_seq_len][hd] */
+    float *scores;                     /* [n_q][max_seq_len] */
+    uint16_t *p;                       /* [n_q][max_seq_len] */
+    uint16_t *h, *o, *x1, *down;       /* [d] */
+    uint16_t *qkv;                     /* [n_q + 2 n_kv][hd] */
+    uint16_t *a;                       /* [n_q * hd] */
+    uint16_t *gate, *up, *mlp;         /* [ffn] */
+};
+
+/* take a piece of scratch memory */
+static void *take(char **at, size_t bytes)
+{
+    char *piece = *at;
+    *at = (char *)(((uintptr_t)piece + bytes + 255) & ~(uintptr_t)255);
+    return piece;
+}
+
+/* stage 1: divide the scratch memory */
+static char *divide_scratch(layer *l, char *at)
+{
+    size_t d = (size_t)l->c.d, ffn = (size_t)l->c.ffn, rows = (size_t)l->c.max_seq_len;
+    size_t q = (size_t)(l->c.n_q * l->c.hd), kv = (size_t)(l->c.n_kv * l->c.hd);
+    size_t scores = rows * (size_t)l->c.n_q;
+    uint16_t **halves[] = { &l->p, &l->h, &l->o, &l->x1, &l->down, &l->qkv, &l->a,
+                            &l->gate, &l->up, &l->mlp };
+    size_t sizes[] = { scores, d, d, d, d, q + 2 * kv, q, ffn, ffn, ffn };
+    l->status = take(&at, sizeof(uint32_t));
+    l->cos_table = take(&at, rows * (size_t)l->c.hd * sizeof(float));
+    l->sin_table = take(&at, rows * (size_t)l->c.hd * sizeof(float));
+    l->scores = take(&at, scores * sizeof(float));
+    for (size_t i = 0; i < sizeof halves / sizeof *halves; i++)
+        *halves[i] = take(&at, sizes[i] * sizeof(uint16_t));
+    return at;
+}
+
+/* stage 0: fill the RoPE tables */
+static int prepare(layer *l)
+{
+    int64_t rows = l->c.max_seq_len, hd = l->c.hd;
+    size_t bytes = (size_t)(rows * hd) * sizeof(float);
+    float *cosines = malloc(bytes), *sines = malloc(bytes);
+    for (int64_t i = 0; cosines && sines && i < rows * hd; i++) {
+        double turn = pow(l->c.theta, -2.0 * (double)(i % hd % (hd / 2)) / (double)hd);
+        cosines[i] = (float)cos((double)(i / hd) * turn);
+        sines[i] = (float)sin((double)(i / hd) * turn);
+    }
+    int bad = !cosines || !sines ? LAYER_NO_MEMORY : LAYER_OK;
+    if (!bad && (cudaMemcpy(l->cos_table, cosines, bytes, cudaMemcpyHostToDevice)
+                 || cudaMemcpy(l->sin_table, sines, bytes, cudaMemcpyHostToDevice)))
+        bad = LAYER_CUDA_FAILED;
+    free(cosines), free(sines);
+    return bad;
+}
+
+/* launch a kernel */
+static int launch(const void *kernel, int64_t blocks, unsigned threads, size_t shared,
+                  void *args, cudaStream_t stream)
+{
+    cudaLaunchConfig_t config = { 0 };
+    config.gridDim.x = (unsigned)blocks, config.gridDim.y = config.gridDim.z = 1;
+    config.blockDim.x = threads, config.blockDim.y = config.blockDim.z = 1;
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    return cudaLaunchKernelExC(&config, kernel, &args) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* stage 1: one step */
+/* stage 0: a launch over elements */
+#define RUN(kernel, threads, ...)                                                   \
+    if (!bad) bad = launch((const void *)kernel, ((threads) + 255) / 256, 256, 128,  \
+                           &(struct operands){ __VA_ARGS__ }, stream)
+
+/* stage 0: the launch of a GEMV */
+#define GEMV(weights, x, y, rows, columns) \
+    RUN(gemv, (rows) * 32, .a = weights, .b = x, .out = y, .n = rows, .m = columns)
+
+static int norm(layer *l, const uint16_t *x, const uint16_t *weight, cudaStream_t stream)
+{
+    struct operands o = { .a = x, .b = weight, .out = l->h, .n = l->c.d,
+                          .scale = (float)l->c.eps };
+    return launch((const void *)rms_norm, 1, 1024, 128, &o, stream);
+}
+
+static int attention(layer *l, struct position pos, cudaStream_t stream)
+{
+    int64_t n_q = l->c.n_q, bound = pos.at ? pos.rows : pos.given + 1;
+    unsigned threads = 1024;
+    struct attention_args o = {
+        .q = l->qkv, .p = l->p, .cache = l->k_cache, .scores = l->scores, .out = l->a,
+        .n_q = n_q, .n_kv = l->c.n_kv, .hd = l->c.hd, .bound = bound,
+        .scale = (float)(1 / sqrt((double)l->c.hd)), .pos = pos,
+    };
+    int bad = launch((const void *)score, (n_q * bound + 7) / 8, 256, 0, &o, stream);
+    if (!bad) bad = launch((const void *)softmax, n_q, 256, 128, &o, stream);
+    o.cache = l->v_cache;
+    if (!bad) bad = launch((const void *)weighted_values, n_q, threads,
+                           threads * sizeof(float), &o, stream);
+    return bad;
+}
+
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream)
+{
+    int64_t d = l->c.d, ffn = l->c.ffn, n_q = l->c.n_q, n_kv = l->c.n_kv, hd = l->c.hd;
+    int64_t q = n_q * hd, kv = n_kv * hd;
+    int bad = norm(l, x, l->w.in_norm, stream);
+    /* stage 1: queries, keys, values */
+    uint16_t *k = l->qkv + q, *v = k + kv;
+    struct append_args both = { k, v, l->k_cache, l->v_cache, n_kv, hd, pos };
+    GEMV(l->w.q, l->h, l->qkv, q, d);
+    GEMV(l->w.k, l->h, k, kv, d);
+    GEMV(l->w.v, l->h, v, kv, d);
+    RUN(rope, (n_q + n_kv) * hd / 2, .out = l->qkv, .f = l->cos_table, .g = l->sin_table,
+        .n = n_q + n_kv, .m = hd, .pos = pos);
+    if (!bad) bad = launch((const void *)append, (kv + 255) / 256, 256, 0, &both, stream);
+    if (!bad) bad = attention(l, pos, stream);
+    GEMV(l->w.o, l->a, l->o, d, q);
+    RUN(add, d, .a = x, .b = l->o, .out = l->x1, .n = d);
+    if (!bad) bad = norm(l, l->x1, l->w.post_norm, stream);
+    GEMV(l->w.gate, l->h, l->gate, ffn, d);
+    GEMV(l->w.up, l->h, l->up, ffn, d);
+    RUN(silu_times, ffn, .a = l->gate, .b = l->up, .out = l->mlp, .n = ffn);
+    GEMV(l->w.down, l->mlp, l->down, d, ffn);
+    RUN(last_add, d, .a = l->x1, .b = l->down, .out = x_out, .n = d, .pos = pos,
+        .status = l->status);
+    return bad;
+}
+
+/* refuse what no stage can serve */
+static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
+
+static int check_pointers(const layer_weights *w, const void *k_cache,
+                          const void *v_cache)
+{
+    const void *all[] = { w->in_norm, w->post_norm, w->q, w->k, w->v, w->o,
+                          w->gate, w->up, w->down, k_cache, v_cache };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (!all[i]) return LAYER_BAD_ARGUMENT;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (misaligned(all[i])) return LAYER_BAD_ALIGNMENT;
+    return LAYER_OK;
+}
+
+static int check_shape(const layer_config *c)
+{
+    int64_t most = 1 << 24;   /* of any one size: products stay far below 2^63 */
+    if (c->d <= 0 || c->ffn <= 0 || c->n_q <= 0 || c->n_kv <= 0) return LAYER_BAD_SHAPE;
+    if (c->d > most || c->ffn > most || c->n_q > 4096) return LAYER_BAD_SHAPE;
+    if (c->max_seq_len <= 0 || c->max_seq_len > most) return LAYER_BAD_SHAPE;
+    if (c->hd != 64 && c->hd != 128) return LAYER_BAD_SHAPE;
+    if (c->d % 64 || c->ffn % 64) return LAYER_BAD_SHAPE;
+    if (c->n_q % c->n_kv || c->n_q / c->n_kv > 16) return LAYER_BAD_SHAPE;
+    if (!(c->eps > 0) || !isfinite(c->eps)) return LAYER_BAD_SHAPE;
+    if (!(c->theta > 0) || !isfinite(c->theta)) return LAYER_BAD_SHAPE;
+    if (c->max_blocks < 0) return LAYER_BAD_SHAPE;
+    return LAYER_OK;
+}
+
+/* refuse a device that is too old */
+static int check_device(int *device, int *sms)
+{
+    int major;
+    if (cudaGetDevice(device)) return LAYER_CUDA_FAILED;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *device)
+        || cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, *device))
+        return LAYER_CUDA_FAILED;
+    return major < 9 ? LAYER_BAD_DEVICE : LAYER_OK;
+}
+
+/* claim and clear the scratch memory */
+static int claim_scratch(layer *l)
+{
+    size_t bytes = (size_t)divide_scratch(l, NULL);
+    if (cudaMalloc((void **)&l->scratch, bytes)) {
+        cudaGetLastError();
+        return LAYER_NO_MEMORY;
+    }
+    divide_scratch(l, l->scratch);
+    return cudaMemset(l->scratch, 0, bytes) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* build a layer */
+int layer_build(layer **out, const layer_config *c, const layer_weights *w,
+                void *k_cache, void *v_cache)
+{
+    if (!out || !c || !w) return LAYER_BAD_ARGUMENT;
+    *out = NULL;
+    int device, sms, bad = check_shape(c);
+    if (!bad) bad = check_pointers(w, k_cache, v_cache);
+    if (!bad) bad = check_device(&device, &sms);
+    if (bad) return bad;
+    layer *l = calloc(1, sizeof *l);
+    if (!l) return LAYER_NO_MEMORY;
+    l->c = *c, l->w = *w, l->k_cache = k_cache, l->v_cache = v_cache;
+    l->device = device;
+    l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
+    bad = claim_scratch(l);
+    if (!bad) bad = prepare(l);
+    if (bad) layer_teardown(l);
+    else *out = l;
+    return bad;
+}
+
+/* the two ways to step */
+static int check_step(layer *l, const void *x, const void *x_out)
+{
+    int device;
+    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
+    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
+    return device == l->device ? LAYER_OK : LAYER_BAD_DEVICE;
+}
+
+int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
+{
+    int bad = check_step(l, x, x_out);
+    if (bad) return bad;
+    if (pos < 0 || pos >= l->c.max_seq_len) return LAYER_BAD_POSITION;
+    return step(l, x, (struct position){ NULL, pos, l->c.max_seq_len }, x_out, stream);
+}
+
+int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x_out,
+                  cudaStream_t stream)
+{
+    int bad = check_step(l, x, x_out);
+    if (bad) return bad;
+    if (!pos_on_device) return LAYER_BAD_ARGUMENT;
+    struct position p = { pos_on_device, 0, l->c.max_seq_len };
+    return step(l, x, p, x_out, stream);
+}
+
+/* status, teardown, error texts */
+int layer_status(layer *l)
+{
+    uint32_t status;
+    if (!l) return LAYER_BAD_ARGUMENT;
+    if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
+        return LAYER_CUDA_FAILED;
+    return (int)status;
+}
+
+int layer_teardown(layer *l)
+{
+    if (!l) return LAYER_OK;
+    int bad = l->scratch && cudaFree(l->scratch);
+    free(l);
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+const char *layer_strerror(int status)
+{
+    static const char *text[] = {
+        "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
+        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
+        "divides n_q, at most 16 query heads a KV head, eps and theta positive",
+        "position outside [0, max_seq_len)",
+        "wrong device: it must have compute capability 9.0 or later, and be the one "
+        "the layer was built on",
+        "out of device memory", "the CUDA runtime refused a call",
+    };
+    int known = status >= 0 && status < (int)(sizeof text / sizeof *text);
+    return known ? text[status] : "unknown status";
+}

@@ -1,0 +1,337 @@
+/* stages/stage2/layer.c: tangled from layer.nw; change it there. */
+/* Stage 2, host side: 17 launches a step. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include "layer.h"
+
+/* stage 2: what the kernels are given */
+/* a position, given or to be found on the device */
+struct position {
+    const int64_t *at;   /* device memory, or null */
+    int64_t given;       /* the position when at is null */
+    int64_t rows;        /* of the cache: valid positions are below */
+};
+
+struct layer_args {
+    /* the tensors of a layer, as kernels see them */
+    const uint16_t *x;                 /* [d] */
+    const uint16_t *in_norm, *post_norm;  /* [d] */
+    const uint16_t *q;                 /* [n_q * hd][d] */
+    const uint16_t *k, *v;             /* [n_kv * hd][d] */
+    const uint16_t *o;                 /* [d][n_q * hd] */
+    const uint16_t *gate, *up;         /* [ffn][d] */
+    const uint16_t *down;              /* [d][ffn] */
+    uint16_t *k_cache, *v_cache;       /* [n_kv][pos.rows][hd] */
+    uint16_t *x_out;                   /* [d] */
+    const double *turn;                /* [hd / 2]: RoPE angle per position */
+    uint32_t *status;
+    struct position pos;
+    int64_t d, ffn;
+    int32_t n_q, n_kv, hd;
+    float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
+    float *qkv;                /* [n_q + 2 n_kv][hd] */
+    /* stage 2: vectors between the kernels */
+    float *h;                  /* [d], laid out by slot() */
+    float *roped_q;            /* [n_q * hd] */
+    float *scores;             /* [n_q][pos.rows]: scores, then probabilities */
+    float *attended;           /* [n_q * hd], laid out by slot() */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *act;                /* [ffn]: silu(gate) * up, laid out by slot() */
+    float *o_out, *down_out;   /* [d]: the two products before the residual */
+    float *gate_out, *up_out;  /* [ffn] */
+};
+
+/* stage 2: the operands of a norm */
+struct norm_args {
+    const uint16_t *narrow;    /* [d], or null */
+    const float *wide;         /* [d], where narrow is null */
+    const uint16_t *weight;    /* [d] */
+    float *h;                  /* [d], laid out by slot() */
+    int64_t d;
+    float eps;
+};
+
+/* stage 2: the operands of a GEMV */
+struct gemv_args {
+    const uint16_t *W;         /* [rows][columns] */
+    const float *x;            /* [columns], laid out by slot() */
+    float *y;                  /* [rows] */
+    int64_t rows, columns;
+};
+
+/* stage 2: the kernels, as the host sees them */
+void rms_norm(struct norm_args), gemv(struct gemv_args), rope(struct layer_args);
+void append(struct layer_args), score(struct layer_args), softmax(struct layer_args);
+void weighted_values(struct layer_args), add(struct layer_args);
+void silu_times(struct layer_args), last_add(struct layer_args);
+
+struct layer {
+    /* what every handle keeps */
+    layer_config c;
+    layer_weights w;
+    uint16_t *k_cache, *v_cache;   /* [n_kv][max_seq_len][hd] */
+    uint32_t *status;              /* device memory: a sticky layer status */
+    char *scratch;                 /* device memory that the handle owns */
+    int device;                    /* the device all of it lives on */
+    int blocks;                    /* thread blocks of a launch that fills the chip */
+    struct layer_args args;        /* all but x, pos and x_out */
+};
+
+/* take a piece of scratch memory */
+static void *take(char **at, size_t bytes)
+{
+    char *piece = *at;
+    *at = (char *)(((uintptr_t)piece + bytes + 255) & ~(uintptr_t)255);
+    return piece;
+}
+
+/* stage 2: divide the scratch memory */
+static char *divide_scratch(layer *l, char *at)
+{
+    struct layer_args *a = &l->args;
+    size_t d = (size_t)l->c.d, ffn = (size_t)l->c.ffn, rows = (size_t)l->c.max_seq_len;
+    size_t q = (size_t)(l->c.n_q * l->c.hd), kv = (size_t)(l->c.n_kv * l->c.hd);
+    float **vectors[] = { &a->h, &a->qkv, &a->scores, &a->attended, &a->o_out, &a->x1,
+                          &a->gate_out, &a->up_out, &a->act, &a->down_out };
+    size_t sizes[] = { d, q + 2 * kv, rows * (size_t)l->c.n_q, q, d, d,
+                       ffn, ffn, ffn, d };
+    l->status = a->status = take(&at, sizeof(uint32_t));
+    a->turn = take(&at, (size_t)l->c.hd / 2 * sizeof(double));
+    for (size_t i = 0; i < sizeof vectors / sizeof *vectors; i++)
+        *vectors[i] = take(&at, sizes[i] * sizeof(float));
+    a->roped_q = a->qkv;   /* the queries come first and are rotated in place */
+    return at;
+}
+
+/* several launches: describe the layer to the kernels */
+static int prepare(layer *l)
+{
+    struct layer_args *a = &l->args;
+    /* name the tensors to the kernel */
+    a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;
+    a->q = l->w.q, a->k = l->w.k, a->v = l->w.v, a->o = l->w.o;
+    a->gate = l->w.gate, a->up = l->w.up, a->down = l->w.down;
+    a->k_cache = l->k_cache, a->v_cache = l->v_cache;
+    a->d = l->c.d, a->ffn = l->c.ffn, a->hd = (int32_t)l->c.hd;
+    a->n_q = (int32_t)l->c.n_q, a->n_kv = (int32_t)l->c.n_kv;
+    a->eps = (float)l->c.eps;
+    a->score_scale = (float)(1 / sqrt((double)l->c.hd));
+    /* send the RoPE angles to the device */
+    double turn[64];
+    for (int i = 0; i < a->hd / 2; i++)
+        turn[i] = pow(l->c.theta, -2.0 * i / (double)a->hd);
+    if (cudaMemcpy((void *)a->turn, turn, sizeof(double) * (size_t)a->hd / 2,
+                   cudaMemcpyHostToDevice))
+        return LAYER_CUDA_FAILED;
+    return LAYER_OK;
+}
+
+/* launch a kernel */
+static int launch(const void *kernel, int64_t blocks, unsigned threads, size_t shared,
+                  void *args, cudaStream_t stream)
+{
+    cudaLaunchConfig_t config = { 0 };
+    config.gridDim.x = (unsigned)blocks, config.gridDim.y = config.gridDim.z = 1;
+    config.blockDim.x = threads, config.blockDim.y = config.blockDim.z = 1;
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    return cudaLaunchKernelExC(&config, kernel, &args) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* several launches: as many blocks as there is work for */
+static int64_t blocks_for(const layer *l, int64_t work, int64_t work_of_a_block)
+{
+    int64_t all = (work + work_of_a_block - 1) / work_of_a_block, most = l->c.max_blocks;
+    return most && most < all ? most : all;
+}
+
+/* several launches: run a kernel of the layer */
+#define RUN(kernel, work, work_of_a_block, threads, shared)                             \
+    if (!bad) bad = launch((const void *)kernel, blocks_for(l, work, work_of_a_block), \
+                           threads, shared, &args, stream)
+
+/* several launches: run a norm */
+static int norm(layer *l, const uint16_t *narrow, const float *wide,
+                const uint16_t *weight, cudaStream_t stream)
+{
+    struct norm_args n = { narrow, wide, weight, l->args.h, l->c.d, (float)l->c.eps };
+    return launch((const void *)rms_norm, 1, 1024, 128, &n, stream);
+}
+
+/* stage 2: run a GEMV */
+static int product(layer *l, const uint16_t *W, const float *x, float *y, int64_t rows,
+                   int64_t columns, cudaStream_t stream)
+{
+    struct gemv_args g = { W, x, y, rows, columns };
+    return launch((const void *)gemv, blocks_for(l, rows / 2, 8), 256, 0, &g, stream);
+}
+
+/* stage 2: one step */
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream)
+{
+    struct layer_args args = l->args;
+    int64_t d = args.d, ffn = args.ffn, n_q = args.n_q, n_kv = args.n_kv, hd = args.hd;
+    int64_t q = n_q * hd, kv = n_kv * hd;
+    args.x = x, args.pos = pos, args.x_out = x_out;
+    int bad = norm(l, x, NULL, args.in_norm, stream);
+    /* stage 2: queries, keys, values */
+    float *k = args.qkv + q, *v = k + kv;
+    if (!bad) bad = product(l, args.q, args.h, args.qkv, q, d, stream);
+    if (!bad) bad = product(l, args.k, args.h, k, kv, d, stream);
+    if (!bad) bad = product(l, args.v, args.h, v, kv, d, stream);
+    RUN(rope, (n_q + n_kv) * hd / 2, 256, 256, 0);
+    RUN(append, kv, 256, 256, 0);
+    /* stage 2: the launches of attention */
+    int64_t keys = pos.at ? pos.rows : pos.given + 1, tile = 256 / (hd / 8) * 8;
+    RUN(score, (keys + tile - 1) / tile * n_q, 1, 256, 0);
+    RUN(softmax, n_q, 1, 512, 128);
+    RUN(weighted_values, q / 64, 1, 1024, 32 * 64 * sizeof(float));
+    if (!bad) bad = product(l, args.o, args.attended, args.o_out, d, q, stream);
+    RUN(add, d, 256, 256, 0);
+    if (!bad) bad = norm(l, NULL, args.x1, args.post_norm, stream);
+    /* stage 2: SwiGLU */
+    if (!bad) bad = product(l, args.gate, args.h, args.gate_out, ffn, d, stream);
+    if (!bad) bad = product(l, args.up, args.h, args.up_out, ffn, d, stream);
+    RUN(silu_times, ffn, 256, 256, 0);
+    if (!bad) bad = product(l, args.down, args.act, args.down_out, d, ffn, stream);
+    RUN(last_add, d, 256, 256, 0);
+    return bad;
+}
+
+/* refuse what no stage can serve */
+static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
+
+static int check_pointers(const layer_weights *w, const void *k_cache,
+                          const void *v_cache)
+{
+    const void *all[] = { w->in_norm, w->post_norm, w->q, w->k, w->v, w->o,
+                          w->gate, w->up, w->down, k_cache, v_cache };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (!all[i]) return LAYER_BAD_ARGUMENT;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (misaligned(all[i])) return LAYER_BAD_ALIGNMENT;
+    return LAYER_OK;
+}
+
+static int check_shape(const layer_config *c)
+{
+    int64_t most = 1 << 24;   /* of any one size: products stay far below 2^63 */
+    if (c->d <= 0 || c->ffn <= 0 || c->n_q <= 0 || c->n_kv <= 0) return LAYER_BAD_SHAPE;
+    if (c->d > most || c->ffn > most || c->n_q > 4096) return LAYER_BAD_SHAPE;
+    if (c->max_seq_len <= 0 || c->max_seq_len > most) return LAYER_BAD_SHAPE;
+    if (c->hd != 64 && c->hd != 128) return LAYER_BAD_SHAPE;
+    if (c->d % 64 || c->ffn % 64) return LAYER_BAD_SHAPE;
+    if (c->n_q % c->n_kv || c->n_q / c->n_kv > 16) return LAYER_BAD_SHAPE;
+    if (!(c->eps > 0) || !isfinite(c->eps)) return LAYER_BAD_SHAPE;
+    if (!(c->theta > 0) || !isfinite(c->theta)) return LAYER_BAD_SHAPE;
+    if (c->max_blocks < 0) return LAYER_BAD_SHAPE;
+    return LAYER_OK;
+}
+
+/* refuse a device that is too old */
+static int check_device(int *device, int *sms)
+{
+    int major;
+    if (cudaGetDevice(device)) return LAYER_CUDA_FAILED;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *device)
+        || cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, *device))
+        return LAYER_CUDA_FAILED;
+    return major < 9 ? LAYER_BAD_DEVICE : LAYER_OK;
+}
+
+/* claim and clear the scratch memory */
+static int claim_scratch(layer *l)
+{
+    size_t bytes = (size_t)divide_scratch(l, NULL);
+    if (cudaMalloc((void **)&l->scratch, bytes)) {
+        cudaGetLastError();
+        return LAYER_NO_MEMORY;
+    }
+    divide_scratch(l, l->scratch);
+    return cudaMemset(l->scratch, 0, bytes) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* build a layer */
+int layer_build(layer **out, const layer_config *c, const layer_weights *w,
+                void *k_cache, void *v_cache)
+{
+    if (!out || !c || !w) return LAYER_BAD_ARGUMENT;
+    *out = NULL;
+    int device, sms, bad = check_shape(c);
+    if (!bad) bad = check_pointers(w, k_cache, v_cache);
+    if (!bad) bad = check_device(&device, &sms);
+    if (bad) return bad;
+    layer *l = calloc(1, sizeof *l);
+    if (!l) return LAYER_NO_MEMORY;
+    l->c = *c, l->w = *w, l->k_cache = k_cache, l->v_cache = v_cache;
+    l->device = device;
+    l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
+    bad = claim_scratch(l);
+    if (!bad) bad = prepare(l);
+    if (bad) layer_teardown(l);
+    else *out = l;
+    return bad;
+}
+
+/* the two ways to step */
+static int check_step(layer *l, const void *x, const void *x_out)
+{
+    int device;
+    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
+    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
+    return device == l->device ? LAYER_OK : LAYER_BAD_DEVICE;
+}
+
+int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
+{
+    int bad = check_step(l, x, x_out);
+    if (bad) return bad;
+    if (pos < 0 || pos >= l->c.max_seq_len) return LAYER_BAD_POSITION;
+    return step(l, x, (struct position){ NULL, pos, l->c.max_seq_len }, x_out, stream);
+}
+
+int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x_out,
+                  cudaStream_t stream)
+{
+    int bad = check_step(l, x, x_out);
+    if (bad) return bad;
+    if (!pos_on_device) return LAYER_BAD_ARGUMENT;
+    struct position p = { pos_on_device, 0, l->c.max_seq_len };
+    return step(l, x, p, x_out, stream);
+}
+
+/* status, teardown, error texts */
+int layer_status(layer *l)
+{
+    uint32_t status;
+    if (!l) return LAYER_BAD_ARGUMENT;
+    if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
+        return LAYER_CUDA_FAILED;
+    return (int)status;
+}
+
+int layer_teardown(layer *l)
+{
+    if (!l) return LAYER_OK;
+    int bad = l->scratch && cudaFree(l->scratch);
+    free(l);
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+const char *layer_strerror(int status)
+{
+    static const char *text[] = {
+        "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
+        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
+        "divides n_q, at most 16 query heads a KV head, eps and theta positive",
+        "position outside [0, max_seq_len)",
+        "wrong device: it must have compute capability 9.0 or later, and be the one "
+        "the layer was built on",
+        "out of device memory", "the CUDA runtime refused a call",
+    };
+    int known = status >= 0 && status < (int)(sizeof text / sizeof *text);
+    return known ? text[status] : "unknown status";
+}

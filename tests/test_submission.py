@@ -1,0 +1,798 @@
+"""The submission: what it refuses, how it compiles, that it runs; on a GPU if there is one.
+
+Without a GPU its kernels run on the CPU target: tensors in that target's memory say that they
+are on a CUDA device, and the few functions of torch.cuda that the submission calls are replaced.
+What needs a GPU runs in processes of its own, by `python3 tests/test_submission.py NAME`."""
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import tools
+
+sys.path.insert(0, str(tools.ROOT))
+import reference as ref  # noqa: E402
+
+STAGE = tools.ROOT / "stages" / "stage7"
+SHAPE = ref.Shape(d=128, ffn=192, n_q=2, n_kv=1, hd=64, prefill=70, max_seq_len=80)
+
+
+def load(path=STAGE / "submission.py"):
+    spec = importlib.util.spec_from_file_location("submission", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def submission():
+    return load()
+
+
+# ------------------------------------------------------------------------- one file, one source
+
+def code(text):
+    """The lines of a text that are not blank."""
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("name", ["kernels.cu", "layer.h", "layer.c"])
+def test_the_source_inside_is_the_stage(submission, name):
+    file = (STAGE / name).read_text(encoding="utf-8")
+    assert code(submission.SOURCES[name]) == code(file)[1:]   # but for where it comes from
+
+
+def test_the_header_is_what_python_takes_it_for(submission):
+    header = (STAGE / "layer.h").read_text(encoding="utf-8")
+    status = re.search(r"enum \{(.*?)\};", header, re.S).group(1)
+    names = re.findall(r"\bLAYER_\w+", status)
+    assert names[submission.LAYER_BAD_SHAPE] == "LAYER_BAD_SHAPE"
+
+    structs = re.findall(r"typedef struct \{(.*?)\} (layer_\w+);", header, re.S)
+    fields = {name: re.findall(r"\*?(\w+)[,;]", re.sub(r"/\*.*?\*/", "", body, flags=re.S))
+              for body, name in structs}
+    assert fields["layer_config"] == [name for name, _ in submission.Config._fields_]
+    assert fields["layer_weights"] == [name for name, _ in submission.Weights._fields_]
+
+
+def test_it_imports_without_anything_of_this_project(tmp_path):
+    (tmp_path / "alone.py").write_bytes((STAGE / "submission.py").read_bytes())
+    status, output = tools.run([sys.executable, "-W", "error::SyntaxWarning", "-c",
+                                "import alone; print(alone.build_layer.__name__)"], cwd=tmp_path)
+    assert (status, output) == (0, "build_layer\n")
+
+
+# ---------------------------------------------------------------------------------- compiling
+
+needs_nvcc = pytest.mark.skipif(tools.nvcc() is None, reason="needs nvcc")
+COMPILE = "import sys; sys.path.insert(0, sys.argv[1]); import submission; print(submission.library('90a'))"
+
+
+@needs_nvcc
+def test_two_processes_compile_at_once(tmp_path, submission, monkeypatch, capsys):
+    cache = tmp_path / "ein Cache"
+    env = tools.clean_environment(LAYER_CACHE=str(cache), PYTHONDONTWRITEBYTECODE="1")
+    both = [subprocess.Popen([sys.executable, "-c", COMPILE, str(STAGE)], env=env, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    results = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], results
+    path, = cache.iterdir()                       # one library, and nothing left beside it
+    assert {out.strip() for out, _ in results} == {str(path)}
+    assert all(message == "" or re.fullmatch("stage 7: compiling for sm_90a, once, to .*\n", message)
+               for _, message in results) and any(message for _, message in results)
+
+    monkeypatch.setenv("LAYER_CACHE", str(cache))
+    before = path.stat().st_mtime_ns
+    assert submission.library("90a") == path and path.stat().st_mtime_ns == before
+    monkeypatch.setattr(submission, "find_nvcc", lambda: None)
+    assert submission.library("90a") == path      # a compiled one serves without a compiler
+    assert capsys.readouterr().err == ""
+    lib = submission.load(path)
+    assert lib.layer_strerror(submission.LAYER_BAD_SHAPE).startswith(b"sizes not served")
+    assert lib.layer_teardown(None) == 0
+
+
+@needs_nvcc
+def test_what_the_compiler_says_is_in_the_error(tmp_path, submission, monkeypatch):
+    monkeypatch.setenv("LAYER_CACHE", str(tmp_path))
+    monkeypatch.setitem(submission.SOURCES, "layer.c", "#error this is wrong\n")
+    with pytest.raises(RuntimeError, match="this is wrong"):
+        submission.library("90a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_nvcc
+def test_a_cache_that_cannot_be_written_is_said_clearly(tmp_path, submission, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAYER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match="file.*LAYER_CACHE"):
+        submission.library("90a")
+
+
+def test_no_compiler_is_said_clearly(tmp_path, submission, monkeypatch):
+    monkeypatch.setenv("LAYER_CACHE", str(tmp_path / "none"))
+    monkeypatch.setattr(submission, "find_nvcc", lambda: None)
+    with pytest.raises(RuntimeError, match="no nvcc.*CUDA_HOME.*" + re.escape(str(tmp_path))):
+        submission.library("90a")
+
+
+def test_the_compiler_of_cuda_home_comes_first(tmp_path, submission, monkeypatch):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho fake\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert submission.find_nvcc() == str(nvcc)
+    assert submission.version_of(str(nvcc)) == "fake\n"
+
+
+def test_where_libraries_are_kept(tmp_path, submission, monkeypatch):
+    monkeypatch.delenv("LAYER_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert submission.cache_folder().parent == tmp_path / ".cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert submission.cache_folder().parent == tmp_path / "x"
+    monkeypatch.setenv("LAYER_CACHE", str(tmp_path / "y"))
+    assert submission.cache_folder() == tmp_path / "y"
+
+
+# -------------------------------------------------- on the CPU target, in the place of a GPU
+
+@pytest.fixture(scope="module")
+def cpu_library(tmp_path_factory):
+    """The stage and the CPU target in one shared library."""
+    path = tmp_path_factory.mktemp("cpu") / "layer.so"
+    include = ["-I", str(tools.ROOT / "stages" / "cpu")]
+    objects = []
+    for source, options in (("stages/cpu/cpu.c", ["-std=gnu11"]), ("stages/stage7/layer.c", ["-std=c11"]),
+                            ("stages/stage7/kernels.cu", ["-x", "c", "-std=c11"])):
+        objects.append(str(path.with_name(pathlib.Path(source).name + ".o")))
+        subprocess.run(["gcc", *options, "-O2", "-fPIC", *include, "-c", str(tools.ROOT / source),
+                        "-o", objects[-1]], check=True)
+    subprocess.run(["gcc", "-shared", "-o", str(path), *objects, "-lm"], check=True)
+    os.environ["CPU_SMS"] = "2"
+    library = ctypes.CDLL(str(path))
+    library.path = path
+    return library
+
+
+class Fake(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+    number = 0
+    device = property(lambda self: torch.device("cuda", self.number))
+
+    def get_device(self):
+        return self.number
+
+
+class Chip:
+    """The CPU target as the submission sees it."""
+
+    def __init__(self, library):
+        self.library = library
+        self.current, self.entered, self.launched = 0, [], 0
+        self.device = torch.device("cuda", 0)
+
+    def tensor(self, like):
+        """A fake CUDA tensor with the values of a CPU tensor."""
+        address, size = ctypes.c_void_p(), like.numel() * like.element_size()
+        assert self.library.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size)) == 0
+        memory = (ctypes.c_uint8 * size).from_address(address.value)
+        own = torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+        own.copy_(like)
+        return own.as_subclass(Fake)
+
+    def values(self, tensor):
+        assert self.library.cudaDeviceSynchronize() == 0
+        return tensor.as_subclass(torch.Tensor).clone()
+
+    @contextlib.contextmanager
+    def enter(self, device):
+        before, self.current = self.current, getattr(device, "index", device)
+        self.entered.append(self.current)
+        yield
+        self.current = before
+
+    def layer(self, shape=SHAPE, seed=1):
+        """weights, cache, cfg, max_seq_len as build_layer takes them"""
+        weights = {name: self.tensor(t) for name, t in ref.make_weights(shape, seed)["layers"][0].items()}
+        cache = tuple(self.tensor(t) for t in ref.make_cache(shape, seed)[0])
+        return [{"layers": [weights]}, [cache], shape.cfg(), shape.max_seq_len]
+
+
+@pytest.fixture
+def chip(cpu_library, submission, monkeypatch):
+    chip = Chip(cpu_library)
+    for owner, name, value in (
+            (torch._C, "_cuda_getDevice", lambda: chip.current),
+            (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+            (torch._C, "_cuda_getDriverVersion", lambda: 12080),
+            (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+            (torch.cuda, "get_device_name", lambda device: "a fake"),
+            (torch.cuda, "synchronize", lambda: None),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "device", chip.enter),
+            (torch, "empty_like", lambda x: chip.tensor(torch.zeros(x.shape, dtype=x.dtype)))):
+        monkeypatch.setattr(owner, name, value, raising=False)
+    monkeypatch.setattr(submission, "library", lambda arch: cpu_library.path)
+    return chip
+
+
+def test_steps_on_the_cpu_target(submission, chip):
+    arguments = chip.layer()
+    exact = ref.ExactLayer(ref.make_weights(SHAPE, 1), ref.make_cache(SHAPE, 1), SHAPE.cfg(), 80)
+    handle = submission.build_layer(*arguments)
+    assert chip.entered == [0]
+    outs = []
+    for pos in range(70, 74):
+        x = ref.make_x(SHAPE, 1, pos)
+        at = [pos, torch.tensor(pos).numpy()[()], chip.tensor(torch.tensor([pos])),
+              chip.tensor(torch.tensor([pos]))[0]][pos - 70]   # an int, NumPy's, two on the device
+        outs.append(submission.layer_step(handle, chip.tensor(x), at))
+        assert not ref.relative_error(chip.values(outs[-1]), exact.step(x, pos)) > 5e-3
+        assert not ref.row_error(chip.values(arguments[1][0][0])[0, :, pos], exact.k_row) > 5e-3
+    assert chip.entered == [0]                                  # no need to change the device
+    assert len({out.data_ptr() for out in outs}) == 4
+    assert all(tuple(out.shape) == (1, 128) and out.dtype == torch.bfloat16 for out in outs)
+    chip.current = 1
+    submission.layer_step(handle, chip.tensor(x), 74)
+    assert chip.entered == [0, 0] and chip.current == 1
+    submission.teardown(handle)
+    submission.teardown(handle)
+    with pytest.raises(RuntimeError, match="after teardown"):
+        submission.layer_step(handle, chip.tensor(x), 75)
+
+
+def test_a_handle_holds_its_tensors_and_lets_go_of_them(submission, chip):
+    arguments = chip.layer()
+    addresses = {t.data_ptr() for t in [*arguments[0]["layers"][0].values(), *arguments[1][0]]}
+    handle = submission.build_layer(*arguments)
+    del arguments
+    assert {t.data_ptr() for t in handle.tensors} == addresses   # used in place, and alive
+    release = handle.release
+    del handle
+    gc.collect()
+    assert not release.alive
+
+
+def changed(position, key, change):
+    def act(chip, arguments):
+        if key is None:
+            arguments[position] = change(arguments[position])
+            return
+        owner = arguments[position]
+        for step in key[:-1]:
+            owner = owner[step]
+        if isinstance(owner, tuple):
+            arguments[position][0] = tuple(change(t) if i == key[-1] else t for i, t in enumerate(owner))
+        else:
+            owner[key[-1]] = change(owner[key[-1]])
+    return act
+
+
+def weight(name, change):
+    return changed(0, ("layers", 0, name), change)
+
+
+def cfg(name, value):
+    return changed(2, (name,), lambda _: value)
+
+
+def cache(i, change):
+    return changed(1, (0, i), change)
+
+
+def misaligned(t):
+    """The same shape, contiguous, two bytes past where it could be."""
+    base = torch.zeros(t.numel() + 8, dtype=t.dtype).as_subclass(Fake)
+    offset = (-base.data_ptr() // 2) % 8 + 1
+    return base[offset:offset + t.numel()].view(t.shape)
+
+
+def elsewhere(t):
+    other = t.clone().as_subclass(type("Other", (Fake,), {"number": 1}))
+    return other
+
+
+def strided(t):
+    return torch.zeros(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype).as_subclass(Fake)[..., ::2]
+
+
+def without(key):
+    return lambda d: {k: v for k, v in d.items() if k != key}
+
+
+# What is wrong, and the argument that the refusal must name.
+REFUSED = {
+    "weights are no dict": (changed(0, None, lambda w: [w]), "weights"),
+    "another key in weights": (changed(0, None, lambda w: {**w, "embedding": 0}), "weights"),
+    "two layers": (changed(0, ("layers",), lambda ls: ls * 2), "weights['layers']"),
+    "no layers": (changed(0, ("layers",), lambda ls: []), "weights['layers']"),
+    "a weight is missing": (changed(0, ("layers", 0), without("up")), "weights['layers'][0]"),
+    "a weight too many": (changed(0, ("layers", 0), lambda l: {**l, "bias": 0}), "weights['layers'][0]"),
+    "a weight is None": (weight("q", lambda t: None), "weights['layers'][0]['q']"),
+    "a weight on the CPU": (weight("k", lambda t: t.as_subclass(torch.Tensor)), "weights['layers'][0]['k']"),
+    "a weight on another GPU": (weight("v", elsewhere), "weights['layers'][0]['v']"),
+    "a weight in fp32": (weight("o", lambda t: t.float()), "weights['layers'][0]['o']"),
+    "a weight in fp16": (weight("in_norm", lambda t: t.half()), "weights['layers'][0]['in_norm']"),
+    "a weight of another shape": (weight("gate", lambda t: t[:-1]), "weights['layers'][0]['gate']"),
+    "a flat weight": (weight("gate", lambda t: t.reshape(-1)), "weights['layers'][0]['gate']"),
+    "a transposed weight": (weight("down", lambda t: t.t().contiguous().t()), "weights['layers'][0]['down']"),
+    "a weight with strides": (weight("post_norm", strided), "weights['layers'][0]['post_norm']"),
+    "a misaligned weight": (weight("up", misaligned), "weights['layers'][0]['up']"),
+    "no cache": (changed(1, None, lambda c: []), "kv_cache"),
+    "a cache that is a pair": (changed(1, None, lambda c: c[0]), "kv_cache"),
+    "a cache that is a dict": (changed(1, None, lambda c: dict(k=c)), "kv_cache"),
+    "a cache of three": (changed(1, None, lambda c: [c[0] * 2]), "kv_cache[0]"),
+    "a cache with two sequences": (cache(0, lambda t: torch.cat([t, t])), "kv_cache[0][0]"),
+    "a cache in fp32": (cache(1, lambda t: t.float()), "kv_cache[0][1]"),
+    "a cache on the CPU": (cache(0, lambda t: t.as_subclass(torch.Tensor)), "kv_cache[0][0]"),
+    "a cache with strides": (cache(1, strided), "kv_cache[0][1]"),
+    "a misaligned cache": (cache(0, misaligned), "kv_cache[0][0]"),
+    "k and v the same": (changed(1, None, lambda c: [(c[0][0], c[0][0])]), "kv_cache[0]"),
+    "a cfg that is no dict": (changed(2, None, lambda c: list(c)), "cfg"),
+    "a key missing in cfg": (changed(2, None, without("theta")), "cfg"),
+    "a key too many in cfg": (changed(2, None, lambda c: {**c, "bias": 1}), "cfg"),
+    "two layers in cfg": (cfg("layers", 2), "cfg['layers']"),
+    "fp8": (cfg("wdtype", "fp8"), "cfg['wdtype']"),
+    "a negative size": (cfg("d", -128), "cfg['d']"),
+    "a size that is a float": (cfg("d", 128.0), "cfg['d']"),
+    "a size that is a bool": (cfg("n_kv", True), "cfg['n_kv']"),
+    "another d": (cfg("d", 192), "weights['layers'][0]['in_norm']"),
+    "an odd d": (cfg("d", 130), "cfg['d']"),
+    "an odd ffn": (cfg("ffn", 200), "cfg['ffn']"),
+    "hd 96": (cfg("hd", 96), "cfg['hd']"),
+    "n_kv that does not divide n_q": (cfg("n_q", 3), "weights['layers'][0]['q']"),
+    "no eps": (cfg("eps", 0), "cfg['eps']"),
+    "negative eps": (cfg("eps", -1e-5), "cfg['eps']"),
+    "eps NaN": (cfg("eps", float("nan")), "cfg['eps']"),
+    "eps a string": (cfg("eps", "1e-5"), "cfg['eps']"),
+    "infinite theta": (cfg("theta", float("inf")), "cfg['theta']"),
+    "max_seq_len of another cache": (changed(3, None, lambda n: n + 1), "max_seq_len"),
+    "max_seq_len a float": (changed(3, None, float), "max_seq_len"),
+    "max_seq_len a bool": (changed(3, None, lambda n: True), "max_seq_len"),
+}
+
+
+def refusal(name):
+    """A pattern for the message: the argument, what was got, what is accepted."""
+    return rf"^{re.escape(name)}: got (.|\n)+; accepted: .+"
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_build_layer_refuses(submission, chip, what, monkeypatch):
+    change, named = REFUSED[what]
+    arguments = chip.layer()
+    before = [chip.values(t) for t in arguments[1][0]]
+    given = arguments[1][0]
+    change(chip, arguments)
+    monkeypatch.setattr(submission, "library", lambda arch: pytest.fail("it went on to compile"))
+    with pytest.raises(ValueError, match=refusal(named)):
+        submission.build_layer(*arguments)
+    assert all(ref.differing(a, chip.values(b)) == 0 for a, b in zip(before, given))
+
+
+@pytest.mark.parametrize("n_q, n_kv", [(3, 2), (17, 1), (64, 3)])
+def test_head_counts_that_do_not_fit(submission, n_q, n_kv):
+    with pytest.raises(ValueError, match=refusal("cfg['n_q']") + f"n_kv'\\] = {n_kv}"):
+        submission.check_cfg(dict(SHAPE.cfg(), n_q=n_q, n_kv=n_kv))
+
+
+def test_integers_of_other_libraries_are_integers(submission):
+    numpy = pytest.importorskip("numpy")
+    c = submission.check_cfg(dict(SHAPE.cfg(), d=numpy.int32(128), eps=numpy.float32(1e-5)))
+    assert type(c["d"]) is int and type(c["eps"]) is float
+
+
+def test_an_old_gpu_is_refused(submission, chip, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"a fake.*8\.0.*9\.0"):
+        submission.build_layer(*chip.layer())
+
+
+@pytest.mark.parametrize("capability, arch", [((9, 0), "90a"), ((10, 0), "100"), ((12, 1), "121")])
+def test_the_architecture_is_the_devices_own(submission, chip, monkeypatch, capability, arch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert submission.architecture(chip.device) == arch
+
+
+def test_what_the_library_refuses(submission, chip, monkeypatch):
+    class Refusing:
+        def __init__(self, lib, status):
+            self.layer_strerror, self.layer_build = lib.layer_strerror, lambda *a: status
+    lib = submission.load(chip.library.path)
+    for status, error, words in ((3, ValueError, "cfg: got .*; accepted: "),
+                                 (6, RuntimeError, "out of device memory.*12.8")):
+        monkeypatch.setattr(submission, "load", lambda path: Refusing(lib, status))
+        with pytest.raises(error, match=words):
+            submission.build_layer(*chip.layer())
+
+
+BAD_X = {"no tensor": lambda x: x.tolist(), "fp32": lambda x: x.float(), "on the CPU": torch.clone,
+         "one dimension": lambda x: x[0], "two rows": lambda x: torch.cat([x, x]),
+         "too short": lambda x: x[:, :-8].contiguous(), "on another GPU": elsewhere,
+         "strided": strided, "misaligned": misaligned}
+BAD_POS = {"negative": -1, "max_seq_len": 80, "beyond 64 bits": 2**64 + 70, "a bool": True,
+           "a float": 70.0, "a string": "70", "None": None, "on the CPU": torch.tensor([70])}
+
+
+@pytest.fixture
+def built(submission, chip):
+    arguments = chip.layer()
+    handle = submission.build_layer(*arguments)
+    yield submission, chip, handle, arguments
+    submission.teardown(handle)
+
+
+@pytest.mark.parametrize("what", BAD_X)
+def test_layer_step_refuses_x(built, what):
+    submission, chip, handle, arguments = built
+    x = ref.make_x(SHAPE, 1, 70)
+    x = BAD_X[what](x if what == "on the CPU" else chip.tensor(x))
+    check_that_nothing_happens(built, refusal("x"), x, 70)
+
+
+@pytest.mark.parametrize("what", BAD_POS)
+def test_layer_step_refuses_pos(built, what):
+    check_that_nothing_happens(built, refusal("pos"), built[1].tensor(ref.make_x(SHAPE, 1, 70)), BAD_POS[what])
+
+
+@pytest.mark.parametrize("pos", [torch.tensor([70], dtype=torch.int32), torch.tensor([70, 71]),
+                                 torch.tensor([70.0])], ids=["int32", "two", "float"])
+def test_layer_step_refuses_a_tensor_as_pos(built, pos):
+    check_that_nothing_happens(built, refusal("pos"), built[1].tensor(ref.make_x(SHAPE, 1, 70)),
+                               built[1].tensor(pos))
+
+
+def check_that_nothing_happens(built, words, x, pos):
+    submission, chip, handle, arguments = built
+    before = [chip.values(t) for t in arguments[1][0]]
+    with pytest.raises(ValueError, match=words):
+        submission.layer_step(handle, x, pos)
+    assert all(ref.differing(a, chip.values(b)) == 0 for a, b in zip(before, arguments[1][0]))
+
+
+def test_something_else_as_handle(submission):
+    for call in (lambda: submission.layer_step(None, None, 0), lambda: submission.teardown({})):
+        with pytest.raises(ValueError, match=refusal("handle")):
+            call()
+
+
+def test_a_failed_step_says_why(built):
+    submission, chip, handle, arguments = built
+    handle.step = lambda *a: 4
+    with pytest.raises(RuntimeError, match="position outside"):
+        submission.layer_step(handle, chip.tensor(ref.make_x(SHAPE, 1, 70)), 70)
+
+
+def test_another_stream_waits_for_the_last(built, monkeypatch):
+    submission, chip, handle, arguments = built
+    calls = []
+
+    class Stream:
+        def __init__(self, pointer, device):
+            self.pointer = pointer
+
+        def wait_stream(self, other):
+            calls.append((self.pointer, other.pointer))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("now", device))
+    handle.step = lambda *a: 0
+    x = chip.tensor(ref.make_x(SHAPE, 1, 70))
+    for stream in (7, 7, 8, 8, 7):
+        handle.current_stream = lambda device: stream
+        submission.layer_step(handle, x, 70)
+    assert calls == [("now", 7), ("now", 8)]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for stream in (9, 7):
+        handle.current_stream = lambda device: stream
+        submission.layer_step(handle, x, 70)
+    assert len(calls) == 2 and handle.stream is None
+
+
+# --------------------------------------------------------------------------------------- grading
+
+def test_grading_without_a_gpu_says_so():
+    if tools.gpu_is_here():
+        pytest.skip("there is a GPU")
+    status, output = tools.make("grade", "SUBMISSION=nowhere.py")
+    assert status == 2 and "grade: no NVIDIA GPU here" in output
+
+
+# ------------------------------------------------------------------------------------ on a GPU
+
+GPU = ref.Shape(d=1024, ffn=2048, n_q=16, n_kv=2, hd=128, prefill=300, max_seq_len=384)
+
+
+class Case:
+    """Weights, a cache and a handle on a GPU, and what its steps should give."""
+
+    def __init__(self, seed=1, device="cuda", shape=GPU):
+        self.m, self.shape, self.seed, self.device = load(), shape, seed, device
+        self.weights, self.cache = ref.make_weights(shape, seed, device), ref.make_cache(shape, seed, device)
+        self.original = ref.clone_cache(self.cache)
+        self.handle = self.build()
+
+    def build(self):
+        return self.m.build_layer(self.weights, self.cache, self.shape.cfg(), self.shape.max_seq_len)
+
+    def x(self, pos):
+        return ref.make_x(self.shape, self.seed, pos, self.device)
+
+    def step(self, pos, x=None):
+        return self.m.layer_step(self.handle, self.x(pos) if x is None else x, pos)
+
+    def exact(self):
+        return ref.ExactLayer(self.weights, ref.clone_cache(self.original), self.shape.cfg(),
+                              self.shape.max_seq_len)
+
+    def steps(self, positions):
+        """The outputs of steps from the original cache, one after the other."""
+        for mine, theirs in zip(self.cache[0], self.original[0]):
+            mine.copy_(theirs)
+        return [self.step(pos).clone() for pos in positions]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(ref.differing(x, y) == 0 for x, y in zip(a, b))
+
+
+POSITIONS = range(300, 308)
+
+
+def gpu_steps_are_right():
+    case, kept = Case(), []
+    exact = case.exact()
+    for pos in [*POSITIONS, 383, 0, 1, 63, 64]:      # the last row, then the first ones
+        out = case.step(pos)
+        kept.append((out, out.clone()))
+        error = ref.relative_error(out, exact.step(case.x(pos), pos))
+        assert error <= 5e-3, (pos, error)
+        assert ref.row_error(case.cache[0][0][0, :, pos], exact.k_row) <= 5e-3, pos
+    assert all(ref.differing(a, b) == 0 for a, b in kept)     # no step wrote an earlier result
+    assert len({out.data_ptr() for out, _ in kept}) == len(kept)
+
+
+def gpu_a_dropped_reference_does_no_harm():
+    case = Case()
+    expected = case.steps(POSITIONS)
+    case = Case()
+    handle, m, xs = case.handle, case.m, [case.x(pos) for pos in POSITIONS]
+    del case
+    gc.collect()
+    junk = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+    got = [m.layer_step(handle, x, pos) for x, pos in zip(xs, POSITIONS)]
+    assert same(got, expected) and len(junk) == 64
+
+
+def gpu_teardown():
+    case = Case()
+    case.step(300)
+    case.m.teardown(case.handle)
+    case.m.teardown(case.handle)
+    with pytest.raises(RuntimeError, match="after teardown"):
+        case.step(301)
+
+
+def gpu_memory_stays_flat():
+    case = Case()
+    free = []
+    for i in range(300):
+        handle = case.build()
+        case.m.layer_step(handle, case.x(300), 300)
+        if i % 3:
+            case.m.teardown(handle)                  # every third is only dropped
+        del handle
+        if i >= 100 and i % 100 == 0:
+            torch.cuda.synchronize()
+            free.append(torch.cuda.mem_get_info()[0])
+    torch.cuda.synchronize()
+    assert free[0] - torch.cuda.mem_get_info()[0] < 1 << 20, free
+
+
+def gpu_side_stream_and_no_waiting():
+    case = Case()
+    expected = case.steps([300])[0]
+    right, x = case.x(300), case.x(301)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        case.step(300, x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        x.copy_(right)
+        start = time.perf_counter()
+        seen = case.step(300, x).clone()
+        assert time.perf_counter() - start < 0.02
+    torch.cuda.synchronize()
+    assert ref.differing(seen, expected) == 0
+
+
+def gpu_build_then_step_on_another_stream():
+    expected = Case().steps([300])
+    for _ in range(20):
+        case = Case()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            case.handle = case.build()
+            out = case.step(300).clone()
+        torch.cuda.synchronize()
+        assert same([out], expected)
+
+
+def gpu_two_handles_on_two_streams():
+    cases = [Case(seed) for seed in (1, 2)]
+    expected = [case.steps(POSITIONS) for case in cases]
+    streams, got = [torch.cuda.Stream() for _ in cases], [[], []]
+    for case in cases:
+        case.steps([])
+    xs = [[case.x(pos) for pos in POSITIONS] for case in cases]
+    torch.cuda.synchronize()
+    for j, pos in enumerate(POSITIONS):
+        for i, case in enumerate(cases):
+            with torch.cuda.stream(streams[i]):
+                got[i].append(case.step(pos, xs[i][j]))
+    torch.cuda.synchronize()
+    assert same(got[0], expected[0]) and same(got[1], expected[1])
+
+
+def gpu_one_handle_on_two_streams():
+    case = Case()
+    expected = case.steps(POSITIONS)
+    case.steps([])
+    xs, streams, got = [case.x(pos) for pos in POSITIONS], [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for j, pos in enumerate(POSITIONS):
+            with torch.cuda.stream(streams[j % 2]):
+                got.append(case.step(pos, xs[j]))
+    torch.cuda.synchronize()
+    assert same(got, 20 * expected)
+
+
+def gpu_position_on_the_device():
+    case = Case()
+    expected = case.steps(POSITIONS)
+    case.steps([])
+    got = [case.m.layer_step(case.handle, case.x(pos), torch.tensor([pos], device="cuda"))
+           for pos in POSITIONS]
+    assert same(got, expected)
+    before = ref.clone_cache(case.cache)
+    for pos in (-1, 384, 2**40):
+        out = case.m.layer_step(case.handle, case.x(300), torch.tensor(pos, device="cuda"))
+        assert bool(out.isnan().all()), pos
+    assert same(case.cache[0], before[0])
+    case.steps([])
+    assert same([case.step(300)], expected[:1])      # and it goes on as if nothing had been
+
+
+def gpu_graph():
+    case = Case()
+    expected = case.steps(POSITIONS)
+    x, pos = case.x(300), torch.tensor([300], device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    case.m.layer_step(case.handle, x, pos)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = case.m.layer_step(case.handle, x, pos)
+        pos += 1
+    case.steps([])
+    got = []
+    for p in POSITIONS:
+        x.copy_(case.x(p))
+        graph.replay()
+        got.append(out.clone())
+    assert same(got, expected)
+    case.steps([])
+    assert same([case.step(300)], expected[:1])      # without the graph again
+
+
+def gpu_wrong_arguments():
+    case = Case()
+    x, pos, d = case.x(300), 300, case.shape.d
+    before = ref.clone_cache(case.cache)
+    wide = torch.zeros(1, 2 * d + 8, dtype=torch.bfloat16, device="cuda")
+    for bad in (x.float(), x[0], x.cpu(), wide[:, :2 * d:2], wide[:, 1:d + 1], wide[:, :d - 8],
+                x.expand(2, d), x.tolist()):
+        with pytest.raises(ValueError, match="^x: got"):
+            case.m.layer_step(case.handle, bad, pos)
+    for bad in (-1, 384, 2**64, True, 3.0, torch.tensor(3), torch.tensor([3, 4], device="cuda")):
+        with pytest.raises(ValueError, match="^pos: got"):
+            case.m.layer_step(case.handle, x, bad)
+    torch.cuda.synchronize()
+    assert same(case.cache[0], before[0])
+    layer = case.weights["layers"][0]
+    q, norm = layer["q"], torch.zeros(d + 1, dtype=torch.bfloat16, device="cuda")
+    for name, bad in (("q", q.t().contiguous().t()), ("q", q.cpu()), ("in_norm", norm[1:])):
+        with pytest.raises(ValueError, match=name):
+            case.m.build_layer({"layers": [{**layer, name: bad}]}, case.cache, case.shape.cfg(), 384)
+    good_x = wide[:, 8:d + 8].copy_(x)               # a view, but contiguous and aligned
+    assert ref.differing(case.step(300, good_x), case.step(300)) == 0
+
+
+def gpu_modes_and_parameters():
+    case = Case()
+    expected = case.steps(POSITIONS)
+    with torch.inference_mode():
+        got = case.steps(POSITIONS)
+    assert same(got, expected)
+    with torch.no_grad():
+        assert same(case.steps(POSITIONS), expected)
+    case.weights["layers"][0] = {name: torch.nn.Parameter(t) for name, t in case.weights["layers"][0].items()}
+    case.handle = case.build()
+    assert same(case.steps(POSITIONS), expected)
+
+
+def gpu_another_thread():
+    case, got = Case(), []
+    expected = case.steps(POSITIONS)
+    thread = threading.Thread(target=lambda: got.extend(case.steps(POSITIONS)))
+    thread.start()
+    thread.join()
+    assert same(got, expected)
+
+
+def gpu_another_device():
+    if torch.cuda.device_count() < 2:
+        return print("only one GPU")
+    expected = Case().steps(POSITIONS)
+    case = Case(device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert same([t.to("cuda:0") for t in case.steps(POSITIONS)], expected)
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(ValueError, match="^x: got"):
+        case.step(300, case.x(300).to("cuda:0"))
+    with pytest.raises(ValueError, match=r"kv_cache\[0\]\[0\]"):
+        case.m.build_layer(case.weights, [tuple(t.to("cuda:0") for t in case.cache[0])],
+                           case.shape.cfg(), 384)
+
+
+def gpu_rows_beyond_the_position_do_not_matter():
+    case = Case()
+    expected = case.steps(POSITIONS)
+    case.steps([])
+    for tensor in case.cache[0]:
+        tensor[:, :, 300:] = float("nan")
+    assert same([case.step(pos) for pos in POSITIONS], expected)
+
+
+def gpu_host_time():
+    case, calls = Case(), []
+    xs = [case.x(pos) for pos in POSITIONS]
+    for burst in range(40):
+        torch.cuda.synchronize()
+        for x, pos in zip(xs, POSITIONS):
+            start = time.perf_counter_ns()
+            case.step(pos, x)
+            calls.append((time.perf_counter_ns() - start) / 1000)
+    median = statistics.median(calls[80:])
+    print(f"layer_step keeps the host {median:.1f} us")
+    assert median <= 15
+
+
+GPU_CHECKS = [name for name in list(globals()) if name.startswith("gpu_")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", GPU_CHECKS)
+def test_on_the_gpu(check):
+    status, output = tools.run([sys.executable, __file__, check], timeout=200)
+    assert status == 0, output
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or GPU_CHECKS:
+        globals()[chosen]()
+        print(chosen, "passed")
