@@ -13,7 +13,7 @@ export LC_ALL := C
 # ---------------------------------------------------------------- the web's files
 # The files that layer.nw tangles into, one and all: `make tangle` refuses a web whose
 # root chunks are not exactly these, for a misspelled chunk name is one more root.
-WEB_STAGES := 0 1 2 3 4 6 7
+WEB_STAGES := 0 1 2 3 4 5 6 7
 ROOTS := \
   $(addprefix stages/oracle/,oracle.h oracle.c) \
   $(addprefix stages/cpu/,cuda_runtime_api.h device.h cpu.c selftest.cu selftest.c) \

@@ -4,6 +4,7 @@
 /* stage 1: what the driver must know */
 #define STAGE 1
 #define TITLE "pointwise and norms fused"
+#define LAUNCHES 17
 #define TOLERANCE 1.5e-2
 #define KV_SLACK 4.0
 #define KV_FLOOR 4.0

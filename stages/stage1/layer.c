@@ -137,7 +137,8 @@ static int launch(const void *kernel, int64_t blocks, unsigned threads, size_t s
 #define GEMV(weights, x, y, rows, columns) \
     RUN(gemv, (rows) * 32, .a = weights, .b = x, .out = y, .n = rows, .m = columns)
 
-static int norm(layer *l, const uint16_t *x, const uint16_t *weight, cudaStream_t stream)
+static int norm(layer *l, const uint16_t *x, const uint16_t *weight,
+                cudaStream_t stream)
 {
     struct operands o = { .a = x, .b = weight, .out = l->h, .n = l->c.d,
                           .scale = (float)l->c.eps };
@@ -189,6 +190,7 @@ static int step(layer *l, const void *x, struct position pos, void *x_out,
     return bad;
 }
 
+/* the host side that stages share */
 /* refuse what no stage can serve */
 static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
 

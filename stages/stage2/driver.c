@@ -4,6 +4,7 @@
 /* stage 2: what the driver must know */
 #define STAGE 2
 #define TITLE "products that stream"
+#define LAUNCHES 17
 #define TOLERANCE 5e-3
 #define KV_SLACK 1.0
 #define KV_FLOOR 0.0

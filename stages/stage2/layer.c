@@ -142,12 +142,13 @@ static int launch(const void *kernel, int64_t blocks, unsigned threads, size_t s
 /* several launches: as many blocks as there is work for */
 static int64_t blocks_for(const layer *l, int64_t work, int64_t work_of_a_block)
 {
-    int64_t all = (work + work_of_a_block - 1) / work_of_a_block, most = l->c.max_blocks;
+    int64_t all = (work + work_of_a_block - 1) / work_of_a_block;
+    int64_t most = l->c.max_blocks;
     return most && most < all ? most : all;
 }
 
 /* several launches: run a kernel of the layer */
-#define RUN(kernel, work, work_of_a_block, threads, shared)                             \
+#define RUN(kernel, work, work_of_a_block, threads, shared)                            \
     if (!bad) bad = launch((const void *)kernel, blocks_for(l, work, work_of_a_block), \
                            threads, shared, &args, stream)
 
@@ -200,6 +201,7 @@ static int step(layer *l, const void *x, struct position pos, void *x_out,
     return bad;
 }
 
+/* the host side that stages share */
 /* refuse what no stage can serve */
 static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
 

@@ -4,6 +4,7 @@
 /* stage 3: what the driver must know */
 #define STAGE 3
 #define TITLE "one pass, and an epilogue"
+#define LAUNCHES 9
 #define TOLERANCE 5e-3
 #define KV_SLACK 1.0
 #define KV_FLOOR 0.0

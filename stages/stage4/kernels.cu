@@ -359,6 +359,7 @@ DEVICE void attend_splits(const struct layer_args *a, int64_t pos)
     float *s = q + rep * a->hd;                   /* [rep][SPLIT_KEYS] */
     uint16_t *V = (uint16_t *)(s + rep * SPLIT_KEYS);   /* [SPLIT_KEYS][hd] */
     for (int u = (int)blockIdx.x; u < splits * a->n_kv; u += (int)gridDim.x) {
+        /* find the keys of unit u */
         int kv = u % a->n_kv, split = u / a->n_kv;
         int64_t first = (int64_t)split * SPLIT_KEYS, left = pos + 1 - first;
         int keys = left < SPLIT_KEYS ? (int)left : SPLIT_KEYS;

@@ -1960,6 +1960,7 @@ class Layer:
         self.current_stream = torch._C._cuda_getCurrentRawStream
         self.stream = None   # of the last step
         self.release = weakref.finalize(self, lib.layer_teardown, pointer)
+        self.release.atexit = False
 
 def build_layer(weights, kv_cache, cfg, max_seq_len):
     """A handle for layer_step. Weights and caches are used in place: the handle keeps

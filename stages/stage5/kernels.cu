@@ -1,0 +1,558 @@
+/* stages/stage5/kernels.cu: tangled from layer.nw; change it there. */
+/* Stage 5: gate, up and down in one launch, by pieces of the intermediate vector. */
+#include <stdint.h>
+#include <math.h>
+#ifdef __CUDACC__
+/* device: common */
+#include <stdint.h>
+#include <stddef.h>
+#include <string.h>
+#define DEVICE __device__ __forceinline__
+#define APART static __device__ __noinline__   // with registers of its own
+#define KERNEL extern "C" __global__ void
+#define THREADS(n) __launch_bounds__(n, 1)
+#define IN_PLACE __grid_constant__   // an argument that is never copied
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(n) PRAGMA(unroll n)
+#define CPU_KERNEL(name, argument)
+
+/* device: sixteen bytes, and the bits of a float */
+typedef struct bits128 {
+    uint32_t v[4];
+} __attribute__((aligned(16))) bits128;
+
+DEVICE uint32_t f32_bits(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+DEVICE float bits_f32(uint32_t bits)
+{
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+/* device: bfloat16 */
+DEVICE float bf16_to_f32(uint16_t h)
+{
+    return bits_f32((uint32_t)h << 16);
+}
+DEVICE uint16_t f32_to_bf16(float f)
+{
+    uint32_t bits = f32_bits(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+DEVICE char *shared_memory(void)
+{
+    extern __shared__ __align__(1024) char dynamic_shared[];
+    return dynamic_shared;
+}
+DEVICE uint32_t shared_address(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* PTX: warps */
+DEVICE float shfl_xor_f32(float x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+DEVICE uint32_t shfl_xor_u32(uint32_t x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+
+DEVICE float shfl_f32(float x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+DEVICE uint32_t shfl_u32(uint32_t x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+
+DEVICE uint32_t ballot(int predicate)
+{
+    return __ballot_sync(0xffffffffu, predicate);
+}
+
+/* PTX: loads */
+DEVICE bits128 load_stream(const void *p)
+{
+    bits128 x;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
+                 : "l"(p));
+    return x;
+}
+
+DEVICE bits128 load_16(const void *p)
+{
+    uint4 u = *(const uint4 *)p;
+    bits128 x = {{u.x, u.y, u.z, u.w}};
+    return x;
+}
+#else
+#include "device.h"
+#endif
+
+/* stage 5: what the kernels are given */
+/* a position, given or to be found on the device */
+struct position {
+    const int64_t *at;   /* device memory, or null */
+    int64_t given;       /* the position when at is null */
+    int64_t rows;        /* of the cache: valid positions are below */
+};
+
+enum { PIECE = 256 };          /* columns of down that a block takes at a time */
+struct layer_args {
+    /* the tensors of a layer, as kernels see them */
+    const uint16_t *x;                 /* [d] */
+    const uint16_t *in_norm, *post_norm;  /* [d] */
+    const uint16_t *q;                 /* [n_q * hd][d] */
+    const uint16_t *k, *v;             /* [n_kv * hd][d] */
+    const uint16_t *o;                 /* [d][n_q * hd] */
+    const uint16_t *gate, *up;         /* [ffn][d] */
+    const uint16_t *down;              /* [d][ffn] */
+    uint16_t *k_cache, *v_cache;       /* [n_kv][pos.rows][hd] */
+    uint16_t *x_out;                   /* [d] */
+    const double *turn;                /* [hd / 2]: RoPE angle per position */
+    uint32_t *status;
+    struct position pos;
+    int64_t d, ffn;
+    int32_t n_q, n_kv, hd;
+    float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
+    /* stage 4: vectors between the kernels */
+    float *roped_q;            /* [n_q * hd] */
+    /* the results of the tiles */
+    float *split_sum;          /* [n_q][max_splits][hd]: sums of p V, not normalised */
+    float *split_max;          /* [n_q][max_splits]: largest score */
+    float *split_weight;       /* [n_q][max_splits]: sum of p */
+    int32_t max_splits;
+    float *attended;           /* [n_q * hd], laid out by slot() */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *partial;            /* [pieces][d]: what each piece adds to the result */
+    int32_t pieces;            /* PIECE columns each, the last may have fewer */
+};
+
+/* a position that is valid, or -1 */
+DEVICE int64_t position(struct position p)
+{
+    int64_t pos = p.at ? *p.at : p.given;
+    return pos >= 0 && pos < p.rows ? pos : -1;
+}
+
+/* add up one value of every thread in a block */
+DEVICE float warp_sum(float v)
+{
+    for (int m = 16; m; m >>= 1) v += shfl_xor_f32(v, m);
+    return v;
+}
+
+DEVICE float block_sum(float v, float *shared)   /* shared[32] */
+{
+    int warps = (int)blockDim.x / 32;
+    v = warp_sum(v);
+    __syncthreads();                             /* shared may still be read */
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = 0;
+    for (int w = 0; w < warps; w++) v += shared[w];
+    return v;
+}
+
+/* a vector in shared memory, laid out for 16-byte weight loads */
+DEVICE int64_t slot(int64_t i, int64_t n)
+{
+    return (i / 8) * 4 + i % 4 + (i & 4 ? n / 2 : 0);
+}
+
+/* two dot products at once */
+struct four { float v[4]; } __attribute__((aligned(16)));   /* read as 16 bytes */
+
+DEVICE float dot8(bits128 w, const float *low, const float *high, float sum)
+{
+    struct four x = *(const struct four *)low, y = *(const struct four *)high;
+    for (int i = 0; i < 2; i++) {
+        sum = fmaf(bits_f32(w.v[i] << 16), x.v[2 * i], sum);
+        sum = fmaf(bits_f32(w.v[i] & 0xffff0000u), x.v[2 * i + 1], sum);
+    }
+    for (int i = 0; i < 2; i++) {
+        sum = fmaf(bits_f32(w.v[2 + i] << 16), y.v[2 * i], sum);
+        sum = fmaf(bits_f32(w.v[2 + i] & 0xffff0000u), y.v[2 * i + 1], sum);
+    }
+    return sum;
+}
+
+enum { AHEAD = 4 };   /* 16-byte loads of each row in flight */
+
+DEVICE void dot_pair(const uint16_t *row_a, const uint16_t *row_b, const float *x,
+                     int64_t n, float *sum_a, float *sum_b)
+{
+    const bits128 zero = {{0, 0, 0, 0}};
+    float a = 0, b = 0;
+    for (int64_t i = threadIdx.x % 32 * 8; i < n; i += 256 * AHEAD) {
+        bits128 wa[AHEAD], wb[AHEAD];
+        for (int u = 0; u < AHEAD; u++) {
+            int inside = i + 256 * u < n;
+            wa[u] = inside ? load_stream(row_a + i + 256 * u) : zero;
+            wb[u] = inside ? load_stream(row_b + i + 256 * u) : zero;
+        }
+        for (int u = 0; u < AHEAD; u++) {
+            /* multiply what was loaded, where the vector goes on */
+            const float *low = x + (i + 256 * u) / 2;
+            if (i + 256 * u >= n) break;
+            a = dot8(wa[u], low, low + n / 2, a);
+            b = dot8(wb[u], low, low + n / 2, b);
+        }
+    }
+    *sum_a = warp_sum(a);
+    *sum_b = warp_sum(b);
+}
+
+/* the share of a warp */
+DEVICE int first_unit(void)   /* of this warp; units are dealt out warp by warp */
+{
+    return (int)(threadIdx.x / 32 * gridDim.x + blockIdx.x);
+}
+
+DEVICE int unit_step(void)
+{
+    return (int)(gridDim.x * (blockDim.x / 32));
+}
+
+
+/* RoPE of one pair */
+DEVICE void rotate(float *low, float *high, int64_t pos, double turn)
+{
+    double turns = (double)pos * turn * 0.15915494309189533577;   /* 1 / 2 pi */
+    float x = (float)(2 * (turns - rint(turns)));                 /* within -1 .. 1 */
+    float c = cospif(x), s = sinpif(x), a = *low, b = *high;
+    *low = a * c - b * s;
+    *high = b * c + a * s;
+}
+
+/* stage 5: norm and QKV */
+/* a block norms the input for itself */
+DEVICE float inverse_rms(float sum_of_squares, const struct layer_args *a,
+                         float *shared)
+{
+    return rsqrtf(block_sum(sum_of_squares, shared) / (float)a->d + a->eps);
+}
+
+DEVICE float *normed_input(const struct layer_args *a)   /* shared h[d] */
+{
+    float *shared = (float *)shared_memory(), *h = shared + 32, sum = 0;
+    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x) {
+        float x = bf16_to_f32(a->x[i]);
+        sum = fmaf(x, x, sum);
+    }
+    float scale = inverse_rms(sum, a, shared);
+    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x)
+        h[slot(i, a->d)] = bf16_to_f32(a->x[i]) * scale * bf16_to_f32(a->in_norm[i]);
+    __syncthreads();
+    return h;
+}
+
+/* project queries, keys and values */
+DEVICE void project_qkv(const struct layer_args *a, const float *h, int64_t pos)
+{
+    int half = a->hd / 2, units = (a->n_q + 2 * a->n_kv) * half;
+    for (int u = first_unit(); u < units; u += unit_step()) {
+        int head = u / half, i = u % half;
+        /* find the rows of pair i of this head */
+        int is_q = head < a->n_q, is_k = !is_q && head < a->n_q + a->n_kv;
+        int local = is_q ? head : (head - a->n_q) % a->n_kv;
+        const uint16_t *W = is_q ? a->q : is_k ? a->k : a->v;
+        const uint16_t *row = W + (int64_t)(local * a->hd + i) * a->d;
+        float low, high;
+        dot_pair(row, row + half * a->d, h, a->d, &low, &high);
+        if (threadIdx.x % 32 == 0) {
+            /* rotate the pair and put it where attention finds it */
+            if (is_q || is_k) rotate(&low, &high, pos, a->turn[i]);
+            int64_t at = (local * a->pos.rows + pos) * a->hd + i;
+            if (is_q) {
+                a->roped_q[local * a->hd + i] = low;
+                a->roped_q[local * a->hd + i + half] = high;
+            } else {
+                uint16_t *cache = is_k ? a->k_cache : a->v_cache;
+                cache[at] = f32_to_bf16(low);
+                cache[at + half] = f32_to_bf16(high);
+            }
+        }
+    }
+}
+
+KERNEL THREADS(1024) queries_keys_values(struct layer_args a)
+{
+    int64_t pos = position(a.pos);
+    if (pos >= 0) project_qkv(&a, normed_input(&a), pos);
+}
+CPU_KERNEL(queries_keys_values, struct layer_args)
+
+/* several launches: attention by tiles */
+/* attend the keys tile by tile */
+enum { SPLIT_KEYS = 128 };
+
+/* one launch: fetch a tile of values */
+enum { PIECES_AHEAD = 4 };   /* 16-byte loads of a thread in flight */
+
+DEVICE void copy_tile(uint16_t *to, const uint16_t *from, int n)
+{
+    int step = (int)blockDim.x * 8;
+    for (int first = (int)threadIdx.x * 8; first < n; first += PIECES_AHEAD * step) {
+        bits128 piece[PIECES_AHEAD];
+        for (int u = 0; u < PIECES_AHEAD; u++)
+            if (first + u * step < n) piece[u] = load_16(from + first + u * step);
+        for (int u = 0; u < PIECES_AHEAD; u++)
+            if (first + u * step < n) *(bits128 *)(to + first + u * step) = piece[u];
+    }
+}
+
+/* one launch: the scores of a tile */
+enum { KEYS_AHEAD = 4 };   /* of a thread in flight */
+
+DEVICE void score_tile(const struct layer_args *a, const float *q, const uint16_t *K,
+                       int keys, int rep, float *s)
+{
+    const bits128 zero = {{0, 0, 0, 0}};
+    int lanes = a->hd / 8, lane = (int)threadIdx.x % lanes;
+    int step = (int)blockDim.x / lanes;
+    for (int first = (int)threadIdx.x / lanes; first < SPLIT_KEYS;
+         first += KEYS_AHEAD * step) {
+        bits128 k[KEYS_AHEAD];
+        for (int u = 0; u < KEYS_AHEAD; u++) {
+            int key = first + u * step;
+            k[u] = key < keys ? load_16(K + (int64_t)key * a->hd + lane * 8) : zero;
+        }
+        for (int r = 0; r < rep; r++) {
+            /* score four keys for query r */
+            const float *part = q + r * a->hd + lane * 8;
+            float sum[KEYS_AHEAD];
+            for (int u = 0; u < KEYS_AHEAD; u++) sum[u] = dot8(k[u], part, part + 4, 0);
+            for (int u = 0; u < KEYS_AHEAD; u++)
+                for (int m = lanes / 2; m; m /= 2) sum[u] += shfl_xor_f32(sum[u], m);
+            for (int u = 0; u < KEYS_AHEAD; u++)
+                if (lane == 0 && first + u * step < keys)
+                    s[r * SPLIT_KEYS + first + u * step] = sum[u];
+        }
+    }
+}
+
+/* one launch: the weights of a tile */
+DEVICE void weigh_tile(const struct layer_args *a, float *s, int keys, int rep, int kv,
+                       int split)
+{
+    int r = (int)threadIdx.x / 32;
+    if (r >= rep) return;
+    float max = -INFINITY, sum = 0;
+    for (int i = (int)threadIdx.x % 32; i < keys; i += 32)
+        max = fmaxf(max, s[r * SPLIT_KEYS + i]);
+    for (int m = 16; m; m /= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+    for (int i = (int)threadIdx.x % 32; i < keys; i += 32)
+        sum += s[r * SPLIT_KEYS + i] = expf(s[r * SPLIT_KEYS + i] - max);
+    sum = warp_sum(sum);
+    int64_t at = (int64_t)(kv * rep + r) * a->max_splits + split;
+    if (threadIdx.x % 32 == 0) a->split_max[at] = max, a->split_weight[at] = sum;
+}
+
+/* one launch: the sums of a tile */
+DEVICE void sum_tile(const struct layer_args *a, const float *s, const uint16_t *V,
+                     int keys, int rep, int kv, int split)
+{
+    int pairs = a->hd / 2;
+    for (int t = (int)threadIdx.x; t < rep * pairs; t += (int)blockDim.x) {
+        int r = t / pairs, i = t % pairs * 2;
+        float low = 0, high = 0;
+        for (int key = 0; key < keys; key++) {
+            uint32_t v = *(const uint32_t *)(V + (int64_t)key * a->hd + i);
+            low = fmaf(s[r * SPLIT_KEYS + key], bits_f32(v << 16), low);
+            high = fmaf(s[r * SPLIT_KEYS + key], bits_f32(v & 0xffff0000u), high);
+        }
+        float *out = a->split_sum
+                   + ((int64_t)(kv * rep + r) * a->max_splits + split) * a->hd + i;
+        out[0] = low, out[1] = high;
+    }
+}
+
+DEVICE void attend_splits(const struct layer_args *a, int64_t pos)
+{
+    int rep = a->n_q / a->n_kv, splits = (int)(pos / SPLIT_KEYS) + 1;
+    float *q = (float *)shared_memory();          /* [rep][hd] */
+    float *s = q + rep * a->hd;                   /* [rep][SPLIT_KEYS] */
+    uint16_t *V = (uint16_t *)(s + rep * SPLIT_KEYS);   /* [SPLIT_KEYS][hd] */
+    for (int u = (int)blockIdx.x; u < splits * a->n_kv; u += (int)gridDim.x) {
+        /* find the keys of unit u */
+        int kv = u % a->n_kv, split = u / a->n_kv;
+        int64_t first = (int64_t)split * SPLIT_KEYS, left = pos + 1 - first;
+        int keys = left < SPLIT_KEYS ? (int)left : SPLIT_KEYS;
+        int64_t at = (kv * a->pos.rows + first) * a->hd;
+        __syncthreads();                          /* s of the last unit was read */
+        for (int i = (int)threadIdx.x; i < rep * a->hd; i += (int)blockDim.x)
+            q[i] = a->roped_q[kv * rep * a->hd + i] * a->score_scale;
+        copy_tile(V, a->v_cache + at, keys * a->hd);
+        __syncthreads();
+        score_tile(a, q, a->k_cache + at, keys, rep, s);
+        __syncthreads();
+        weigh_tile(a, s, keys, rep, kv, split);
+        __syncthreads();
+        sum_tile(a, s, V, keys, rep, kv, split);
+    }
+}
+
+/* merge the tiles */
+DEVICE void merge_splits(const struct layer_args *a, int64_t pos)
+{
+    int splits = (int)(pos / SPLIT_KEYS) + 1;
+    for (int u = first_unit(); u < a->n_q * a->hd / 32; u += unit_step()) {
+        int t = u * 32 + (int)threadIdx.x % 32;
+        int64_t head = (int64_t)(t / a->hd) * a->max_splits;
+        float max = -INFINITY, sum = 0, weight = 0;
+        UNROLL(8) for (int j = 0; j < splits; j++)
+            max = fmaxf(max, a->split_max[head + j]);
+        UNROLL(8) for (int j = 0; j < splits; j++) {
+            float e = expf(a->split_max[head + j] - max);
+            weight = fmaf(e, a->split_weight[head + j], weight);
+            sum = fmaf(e, a->split_sum[(head + j) * a->hd + t % a->hd], sum);
+        }
+        a->attended[slot(t, (int64_t)a->n_q * a->hd)] = sum / weight;
+    }
+}
+
+KERNEL THREADS(1024) attend(struct layer_args a)
+{
+    int64_t pos = position(a.pos);
+    if (pos >= 0) attend_splits(&a, pos);
+}
+CPU_KERNEL(attend, struct layer_args)
+
+KERNEL merge(struct layer_args a)
+{
+    int64_t pos = position(a.pos);
+    if (pos >= 0) merge_splits(&a, pos);
+}
+CPU_KERNEL(merge, struct layer_args)
+
+/* project what was attended */
+DEVICE void project_out(const struct layer_args *a, const float *x)
+{                                                /* x1 = x + W_o attended */
+    int64_t n = (int64_t)a->n_q * a->hd;
+    for (int u = first_unit(); u < a->d / 2; u += unit_step()) {
+        const uint16_t *row = a->o + 2 * u * n;
+        float y[2];
+        dot_pair(row, row + n, x, n, &y[0], &y[1]);
+        if (threadIdx.x % 32 == 0)
+            for (int r = 0; r < 2; r++)
+                a->x1[2 * u + r] = bf16_to_f32(a->x[2 * u + r]) + y[r];
+    }
+}
+
+/* several launches: the output projection */
+KERNEL THREADS(1024) output_projection(struct layer_args a)
+{
+    project_out(&a, a.attended);
+}
+CPU_KERNEL(output_projection, struct layer_args)
+
+/* stage 5: SwiGLU by pieces */
+/* a block norms the residual stream for itself */
+DEVICE float *normed_x1(const struct layer_args *a)   /* shared h[d] */
+{
+    float *shared = (float *)shared_memory(), *h = shared + 32, sum = 0;
+    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x)
+        sum = fmaf(a->x1[i], a->x1[i], sum);
+    float scale = inverse_rms(sum, a, shared);
+    for (int64_t i = threadIdx.x; i < a->d; i += blockDim.x)
+        h[slot(i, a->d)] = a->x1[i] * scale * bf16_to_f32(a->post_norm[i]);
+    __syncthreads();
+    return h;
+}
+
+
+/* stage 5: the activations of a piece */
+DEVICE void activate_piece(const struct layer_args *a, const float *h, int64_t first,
+                           int columns, float *act)
+{
+    int warps = (int)blockDim.x / 32;
+    for (int c = (int)threadIdx.x / 32; c < columns; c += warps) {
+        int64_t row = (first + c) * a->d;
+        float gate, up;
+        dot_pair(a->gate + row, a->up + row, h, a->d, &gate, &up);
+        if (threadIdx.x % 32 == 0) act[c] = gate / (1.0f + expf(-gate)) * up;
+    }
+}
+
+/* stage 5: the columns of a piece */
+enum { ROWS_IN_FLIGHT = 8 };
+
+DEVICE void multiply_piece(const struct layer_args *a, const float *act, int64_t first,
+                           int columns, float *sums)   /* sums[d] */
+{
+    int lane = (int)threadIdx.x % 32, inside = lane * 8 < columns;
+    const struct four none = {{0, 0, 0, 0}};
+    const struct four *mine = (const struct four *)(act + lane * 8);
+    struct four low = inside ? mine[0] : none, high = inside ? mine[1] : none;
+    int step = (int)blockDim.x / 32 * ROWS_IN_FLIGHT;
+    for (int row = (int)threadIdx.x / 32 * ROWS_IN_FLIGHT; row < a->d; row += step) {
+        const uint16_t *at = a->down + row * a->ffn + first + lane * 8;
+        float sum = 0;
+        /* multiply the rows in flight */
+        const bits128 zero = {{0, 0, 0, 0}};
+        bits128 w[ROWS_IN_FLIGHT];
+        for (int u = 0; u < ROWS_IN_FLIGHT; u++)
+            w[u] = inside ? load_stream(at + u * a->ffn) : zero;
+        for (int u = 0; u < ROWS_IN_FLIGHT; u++) {
+            float all = warp_sum(dot8(w[u], low.v, high.v, 0));
+            if (lane == u) sum = all;
+        }
+        if (lane < ROWS_IN_FLIGHT) sums[row + lane] = sum;
+    }
+}
+
+KERNEL THREADS(1024) swiglu(struct layer_args a)
+{
+    const float *h = normed_x1(&a);                   /* shared h[d] */
+    float *act = (float *)shared_memory() + 32 + a.d; /* shared [PIECE] */
+    for (int p = (int)blockIdx.x; p < a.pieces; p += (int)gridDim.x) {
+        int64_t first = (int64_t)p * PIECE, left = a.ffn - first;
+        int columns = left < PIECE ? (int)left : PIECE;
+        activate_piece(&a, h, first, columns, act);
+        __syncthreads();
+        multiply_piece(&a, act, first, columns, a.partial + p * a.d);
+        __syncthreads();                              /* act was read */
+    }
+}
+CPU_KERNEL(swiglu, struct layer_args)
+
+/* stage 5: the sum of the pieces */
+KERNEL THREADS(256) add_pieces(struct layer_args a)   /* x_out = x1 + all of them */
+{
+    float *shared = (float *)shared_memory();         /* [8][32] */
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    if (position(a.pos) < 0) {
+        /* fill the result with NaN and remember */
+        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
+             i += gridDim.x * blockDim.x)
+            a.x_out[i] = 0x7fc0;
+        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
+        return;
+    }
+    for (int64_t i = blockIdx.x * 32 + lane; i < a.d; i += gridDim.x * 32) {
+        float sum = 0;
+        UNROLL(16) for (int p = warp; p < a.pieces; p += 8)
+            sum += a.partial[p * a.d + i];
+        __syncthreads();                              /* shared was read */
+        shared[warp * 32 + lane] = sum;
+        __syncthreads();
+        sum = a.x1[i];
+        for (int w = 0; w < 8; w++) sum += shared[w * 32 + lane];
+        if (warp == 0) a.x_out[i] = f32_to_bf16(sum);
+    }
+}
+CPU_KERNEL(add_pieces, struct layer_args)
