@@ -309,6 +309,8 @@ weave: | $(FIRST)
 	@command -v noweave latexmk >/dev/null || { echo "weave: noweb or TeX is missing; make deps-paper installs them"; exit 1; }
 	@mkdir -p $(P)
 	@python3 paper/numbers.py data > $(P)/numbers.tex
+	@if command -v gnuplot >/dev/null; then python3 plots/draw.py --paper $(P) --if-any; \
+	    else echo 'weave: no gnuplot: the figures stay as they were'; fi
 	@noweave -delay -index -filter 'awk -f paper/comments.awk' layer.nw > $(P)/layer.tex 2> $(P)/messages \
 	    && [ ! -s $(P)/messages ] || { sed 's/^/weave: /' $(P)/messages; exit 1; }
 	@cd $(P) && export TEXINPUTS=../../paper: BIBINPUTS=../../paper: SOURCE_DATE_EPOCH=0 && \

@@ -618,7 +618,7 @@ def measure_peers(shape, seed, samples):
 
 def peer_rows(peer, graph, times, error, shape, limits):
     """The rows of one peer: eager has one for each way to run it, the others one for the
-    faster way, named so."""
+    faster way, which its title names."""
     launches = count_launches(peer)
     whole = not isinstance(peer, Product)   # the four products stand for a layer, one does not
     size = getattr(peer, "bytes", None) or step_bytes(shape)
@@ -626,7 +626,8 @@ def peer_rows(peer, graph, times, error, shape, limits):
     if graph:
         ways.append((graph.name, peer.title + ", in a CUDA graph", times[graph.name]))
     if not isinstance(peer, Eager):
-        ways = [min(ways, key=lambda way: statistics.median(way[2]))]
+        _, title, us = min(ways, key=lambda way: statistics.median(way[2]))
+        ways = [(peer.name, title, us)]
     rows = [row_of(dict(peer=name), title, us, size, limits,
                    shape.floor_bytes(STEPS) if whole else None, launches=launches,
                    rel_err=error) for name, title, us in ways]

@@ -109,8 +109,8 @@ def roofline(data, escape):
 
 def waterfall(data, escape):
     """x, us above the read limit that are left in a CUDA graph, all us above it, those of
-    the stage before, tick label, label at the bar, label of the fall. A stage that was not
-    measured in a graph has no launch gaps to show."""
+    the stage before, tick label, label at the bar. A stage that was not measured in a graph
+    has no launch gaps to show."""
     _, rows = tables.read_ladder(have(data / "ladder.csv"))
     bars, before = [], None
     for x, row in enumerate(rows):
@@ -118,9 +118,8 @@ def waterfall(data, escape):
         graph = row["us_graph_median"]
         gaps = 0 if graph is None else max(0.0, row["us_median"] - graph)
         gaps = min(gaps, max(above, 0.0))
-        fall = "" if before is None else f"{above - before:+.0f}".replace("-", "−")
         bars.append((x, above - gaps, above, above if before is None else before,
-                     quoted(f"{row['stage']:.0f}"), quoted(f"{above:.0f}"), quoted(fall)))
+                     quoted(f"{row['stage']:.0f}"), quoted(f"{above:.0f}")))
         before = above
     return {"waterfall.dat": lines_of(bars)}, dict(
         count=len(bars), highest=max(bar[2] for bar in bars))
@@ -128,7 +127,7 @@ def waterfall(data, escape):
 
 def timeline(data, escape):
     """A block of data a phase: sm, start and end in us; and for the name of each phase its
-    middle in us, the name, the number of its block, and which of two lines it goes on."""
+    middle in us, the name, the number of its block, and which of three lines it goes on."""
     files, variables = {}, dict(panels=0, longest=1.0)
     for stage in (6, 7):
         path = data / f"timeline-{stage}.csv"
@@ -142,7 +141,7 @@ def timeline(data, escape):
                   for mine in phases.values()]
         names = sorted((sum(r["start_us"] + r["end_us"] for r in mine) / 2 / len(mine),
                         quoted(escape(name)), i) for i, (name, mine) in enumerate(phases.items()))
-        names = [(*name, order % 2) for order, name in enumerate(names)]
+        names = [(*name, order % 3) for order, name in enumerate(names)]
         panel = variables["panels"] = variables["panels"] + 1
         files[f"panel{panel}.dat"] = "\n\n".join(blocks)
         files[f"panel{panel}-names.dat"] = lines_of(names)

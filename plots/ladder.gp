@@ -9,9 +9,9 @@ set tics out
 set ytics scale 0
 set xlabel 'µs a layer; at each bar, how many times the read limit'
 set arrow from first read_limit, graph 0 to first read_limit, graph 1.02 nohead front lw 2 lc rgb ink
-set arrow from first copy_floor, graph 0 to first copy_floor, graph 1.02 nohead front lw 2 dt 2 lc rgb ink
+set arrow from first copy_floor, graph 0 to first copy_floor, graph 1.02 nohead front lw 2 lc rgb gap_colour
 set label sprintf('read limit %.0f', read_limit) at first read_limit, graph 1.02 right offset -0.3, 0.5 textcolor rgb ink
-set label sprintf('copy floor %.0f', copy_floor) at first copy_floor, graph 1.02 left offset 0.3, 0.5 textcolor rgb ink
+set label sprintf('copy floor %.0f', copy_floor) at first copy_floor, graph 1.02 left offset 0.3, 0.5 textcolor rgb gap_colour
 hue(kind) = kind > 0 ? rgb_of(peer_colour) : rgb_of(stage_colour)
 plot 'ladder.dat' using (0):1:(0):2:($1 - 0.36):($1 + 0.36):(hue($7)):ytic(5) \
          with boxxyerror fs solid 1 noborder lc rgb variable, \

@@ -9,6 +9,7 @@ import io
 import math
 import os
 import pathlib
+import sys
 import tempfile
 
 NUMBERS = ("launches", "us_median", "us_p10", "us_p90", "us_graph_median", "tokens_per_s",
@@ -124,3 +125,79 @@ def read_peers(path):
 
 def read_timeline(path):
     return read(path, TIMELINE, needed=TIMELINE)
+
+
+# ------------------------------------------------------------- the tables of the README
+
+BEGIN, END = "<!-- generated: the ladder; make plots writes it -->", "<!-- end -->"
+
+
+def shown(row, column, form):
+    return "" if row[column] is None else form.format(row[column])
+
+
+def place(header):
+    """Where and when a table was measured, in a line."""
+    known = [header.get("gpu", "an unknown GPU")]
+    known += [f"{name} {header[key]}" for key, name in (("driver", "driver"), ("cuda", "CUDA"),
+                                                        ("commit", "commit")) if key in header]
+    return ", ".join(known + [header.get("date", "")[:10]])
+
+
+def markdown(header, rows, first, heading, graph):
+    """A table of the README; `graph`: whether there is a column for CUDA graphs."""
+    columns = [heading, "", "launches", "µs a layer (p10 to p90)"]
+    columns += ["in a CUDA graph"] * graph
+    columns += ["× copy floor", "× read limit", "tokens/s", "error"]
+    lines = [columns, ["---:" if i > 1 else "---" for i in range(len(columns))]]
+    for row in rows:
+        cells = [first(row), row["title"].replace("|", "\\|"), shown(row, "launches", "{:.0f}"),
+                 f"{row['us_median']:.1f} ({row['us_p10']:.1f} to {row['us_p90']:.1f})"]
+        cells += [shown(row, "us_graph_median", "{:.1f}")] * graph
+        cells += [shown(row, "x_copy_floor", "{:.2f}"), shown(row, "x_read_limit", "{:.2f}"),
+                  shown(row, "tokens_per_s", "{:.0f}"),
+                  shown(row, "rel_err", "{:.1e}").replace("e-0", "e-")]
+        lines.append(cells)
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return f"{text}\n\nMeasured on {place(header)}.\n"
+
+
+def readme_block(data, figures):
+    """What stands between the markers of README.md, for these folders."""
+    parts = []
+    if (figures / "ladder.svg").exists():
+        parts.append("![The ladder: microseconds a layer for each stage](plots/ladder.svg)\n")
+    if (data / "ladder.csv").exists():
+        header, rows = read_ladder(data / "ladder.csv")
+        parts.append(markdown(header, rows, lambda row: f"{row['stage']:.0f}", "stage", True))
+    if (data / "peers.csv").exists():
+        header, rows = read_peers(data / "peers.csv")
+        parts.append(markdown(header, rows, lambda row: row["peer"], "beside it", False))
+    return "\n".join(parts) or "The ladder is not measured yet.\n"
+
+
+def with_block(readme, block):
+    """The text of a README with the block between its markers."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise BadTable(f"the README lacks a line {BEGIN} and after it a line {END}")
+    return f"{before}{BEGIN}\n{block}{END}{after}"
+
+
+def main(path):
+    path, root = pathlib.Path(path), pathlib.Path(path).resolve().parent
+    try:
+        old = path.read_text(encoding="utf-8")
+        new = with_block(old, readme_block(root / "data", root / "plots"))
+    except BadTable as error:
+        print(f"plots: {error}; {path.name} stays as it is", file=sys.stderr)
+        return 1
+    if new != old:
+        write_whole(path, new)
+        print(f"plots: {path.name} has a new table")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

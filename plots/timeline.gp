@@ -1,7 +1,7 @@
 # SM by time, coloured by phase; stage 6 above stage 7 where both were recorded.
 # panelN.dat: a block a phase of sm, start, end in us; panelN-names.dat: us, name,
 # number of its block, line.
-eval open_terminal(15.2, 1.2 + 5.5 * panels)
+eval open_terminal(15.2, 1.2 + 5.8 * panels)
 set multiplot layout panels, 1
 set xrange [0 : longest]
 set border 3
@@ -14,7 +14,7 @@ do for [panel = 1:panels] {
     set xlabel (panel == panels ? 'µs' : '')
     sms = value(sprintf('sms%d', panel))
     set ytics 0, 40, sms
-    set yrange [-0.5 : 1.25 * sms]
+    set yrange [-0.5 : 1.36 * sms]
     rows = sprintf('panel%d.dat', panel)
     names = sprintf('panel%d-names.dat', panel)
     plot for [i = 0:value(sprintf('phases%d', panel)) - 1] rows index i \

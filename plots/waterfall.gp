@@ -1,6 +1,6 @@
 # Time above the read limit, stage by stage: what is left inside a CUDA graph, the launch
 # gaps above it, and as a shadow how far the stage fell from the one before.
-# waterfall.dat: x, us in a graph, us, us of the stage before, tick label, label, the fall.
+# waterfall.dat: x, us in a graph, us, us of the stage before, tick label, label.
 eval open_terminal(15.2, 7.5)
 set xrange [-0.6 : count - 0.4]
 set yrange [0 : 1.1 * highest]

@@ -10,7 +10,8 @@ import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STAGES = sorted(p.parent.name for p in ROOT.glob("stages/stage*/driver.c"))
-PARTS = ["Makefile", "layer.nw", "stages", "paper", "tests", "README.md", "LICENSE"]
+PARTS = ["Makefile", "layer.nw", "stages", "paper", "plots", "tests", "README.md",
+         "LICENSE", "reference.py", "measure.py"]
 
 
 def clean_environment(**more):

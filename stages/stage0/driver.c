@@ -738,6 +738,7 @@ static void run_shape(const struct cudaDeviceProp *p)
         double error = last_step_error(&sets[0]);
         verdict(error <= TOLERANCE, "the last timed step: error %.1e", error);
         f.graph = time_graph(sets, &f.launches).median;
+        verdict(f.launches == LAUNCHES, "launches: %d", f.launches);
         print_report(&f, p);
         if (opt.csv) print_row(&f);
     }

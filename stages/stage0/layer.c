@@ -176,10 +176,16 @@ static int rotate(layer *l, const uint16_t *v, int64_t heads, uint16_t *out,
     return bad;
 }
 
+#ifdef CUDA_CPU_TARGET
+enum { SUM_THREADS = 256 };
+#else
+enum { SUM_THREADS = 1024 };
+#endif
+
 static int attention(layer *l, struct position pos, cudaStream_t stream)
 {
     int64_t n_q = l->c.n_q, bound = pos.at ? pos.rows : pos.given + 1;
-    unsigned threads = 512;
+    unsigned threads = SUM_THREADS;
     struct attention_args o = {
         .q = l->q_roped, .p = l->p, .cache = l->k_cache, .scores = l->scores,
         .out = l->a,

@@ -1,0 +1,460 @@
+"""Measuring: what is checked before and after, the tables, the figures, the README."""
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tools
+
+sys.path[:0] = [str(tools.ROOT), str(tools.ROOT / "plots")]
+import draw        # noqa: E402
+import measure     # noqa: E402
+import reference   # noqa: E402
+import tables      # noqa: E402
+
+SHAPE = reference.Shape(d=128, ffn=192, n_q=4, n_kv=2, hd=64, prefill=5, max_seq_len=64)
+LIMITS = (4.25, 4.6)   # TB/s
+HEADER = dict(gpu="NVIDIA H200", driver="1.2", cuda="13.0", clocks="1, 2", commit="abc",
+              date="2026-01-02T03:04:05Z", protocol="none: these numbers are made up")
+
+
+def row(first, title, us, graph=None, launches=1):
+    made = measure.row_of(first, title, [us - 1, us, us + 1], 1_728_153_600, LIMITS, 1_728_184_320,
+                          launches=launches, rel_err=1e-3, us_graph_median=graph)
+    return made
+
+
+def ladder_text():
+    rows = [row(dict(stage=0), "one & all, at 43", 1900.0, 1500.0, 43),
+            row(dict(stage=5), 'a "few"', 480.0, 470.0, 5), row(dict(stage=7), "stream", 388.0)]
+    return tables.text_of(tables.LADDER, HEADER, rows)
+
+
+def peers_text():
+    rows = [row(dict(peer="eager"), "PyTorch, eager", 900.0, None, 43),
+            measure.row_of(dict(peer="cublas o"), "product", [30.0], 134217728, LIMITS, rel_err=1e-3),
+            row(dict(peer="stage 7"), "stream", 388.0)]
+    return tables.text_of(tables.PEERS, HEADER, rows)
+
+
+TIMELINE = "# gpu: none\nsm,phase,start_us,end_us\n0,O,0,10\n1,O,0.5,11\n0,down,12,20\n1,down,12,21\n"
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "ladder.csv").write_text(ladder_text(), encoding="utf-8")
+    (folder / "peers.csv").write_text(peers_text(), encoding="utf-8")
+    (folder / "timeline-7.csv").write_text(TIMELINE, encoding="utf-8")
+    return folder
+
+
+# ------------------------------------------------------------------------------- tables
+
+def test_a_table_comes_back_as_it_was_written(data):
+    header, rows = tables.read_ladder(data / "ladder.csv")
+    assert header == HEADER
+    assert [r["stage"] for r in rows] == [0, 5, 7]
+    assert rows[0]["title"] == "one & all, at 43" and rows[1]["title"] == 'a "few"'
+    assert rows[0]["us_median"] == 1900 and rows[0]["us_p10"] == 1899.2
+    assert rows[2]["us_graph_median"] is None
+    assert rows[0]["x_copy_floor"] == pytest.approx(1900e-6 * 4.25e12 / 1_728_184_320, abs=1e-4)
+
+
+def test_the_columns_are_those_of_the_design():
+    assert ladder_text().splitlines()[7] == (
+        "stage,title,launches,us_median,us_p10,us_p90,us_graph_median,tokens_per_s,bytes,copy_tbs,"
+        "read_tbs,x_copy_floor,x_read_limit,rel_err")
+    assert [line.split(":")[0] for line in ladder_text().splitlines()[:7]] == [
+        "# " + key for key in tables.PROVENANCE]
+
+
+def test_nan_is_not_written():
+    with pytest.raises(tables.BadTable):
+        tables.text_of(tables.LADDER, HEADER, [row(dict(stage=0), "t", math.nan)])
+
+
+BAD = {
+    "is empty": lambda text: "",
+    "has no rows": lambda text: "\n".join(text.splitlines()[:8]) + "\n",
+    "no column us_p90": lambda text: text.replace("us_p90", "us_p99"),
+    "us_median is nan": lambda text: text.replace("1900.00", "nan"),
+    "us_median is inf": lambda text: text.replace("1900.00", "inf"),
+    "'1900,5' is not a number": lambda text: text.replace("1900.00", '"1900,5"'),
+    "us_median is empty": lambda text: text.replace("1900.00", ""),
+    "row 3: 15 cells": lambda text: text.rstrip() + ",1\n",
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_table_says_what_is_wrong(tmp_path, message):
+    bad = BAD[message](ladder_text())
+    assert bad != ladder_text()
+    (tmp_path / "ladder.csv").write_text(bad, encoding="utf-8")
+    with pytest.raises(tables.BadTable, match=message):
+        tables.read_ladder(tmp_path / "ladder.csv")
+
+
+def test_a_table_that_is_not_there(tmp_path):
+    with pytest.raises(tables.BadTable, match="not there"):
+        tables.read_ladder(tmp_path / "ladder.csv")
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "ladder.csv"
+    tables.write_whole(path, "old\n")
+    with pytest.raises(UnicodeEncodeError):
+        tables.write_whole(path, "half a table \ud800")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        tables.write_whole(path, "new\n")
+    assert path.read_text() == "old\n" and os.listdir(tmp_path) == ["ladder.csv"]
+
+
+# ---------------------------------------------------------------------------- commands
+
+def test_without_a_gpu_it_ends_with_2(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in ("ladder", "peers"):
+        assert measure.main([command]) == 2
+        assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("raised, status", [(measure.Failed("no"), 1), (KeyboardInterrupt(), None)])
+def test_what_goes_wrong_leaves_the_old_table(tmp_path, monkeypatch, raised, status):
+    def fail(*_):
+        raise raised
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure, "measure_ladder", fail)
+    out = tmp_path / "ladder.csv"
+    out.write_text("old\n")
+    if status is None:
+        with pytest.raises(KeyboardInterrupt):
+            measure.main(["ladder", "--out", str(out)])
+    else:
+        assert measure.main(["ladder", "--out", str(out)]) == status
+    assert out.read_text() == "old\n"
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(SystemExit):
+        measure.parse(["ladder", "--samples", "8"])
+
+
+# --------------------------------------------------------------------------- the protocol
+
+def test_no_set_is_used_twice_within_three_steps():
+    sets = [measure.set_of(i) for i in range(measure.SETS)] \
+        + [measure.set_of(i) for i in range(measure.STEPS)]
+    assert all(len(set(sets[i:i + 3])) == 3 for i in range(len(sets) - 2))
+    assert sets[-1] == 0
+
+
+def test_bytes_of_a_step():
+    assert measure.step_bytes(reference.Shape()) == 1_711_276_032 + 2 * 8192 * 2 + 4096 * 4112.5
+
+
+def test_percentiles_and_distances():
+    times = [float(t) for t in range(101)]
+    made = measure.row_of(dict(stage=1), "t", times, 10**9, (4.0, 5.0), 2 * 10**9, rel_err=0.0)
+    assert (made["us_median"], made["us_p10"], made["us_p90"]) == (50, 10, 90)
+    assert made["x_copy_floor"] == pytest.approx(50 / 500)
+    assert made["x_read_limit"] == pytest.approx(50 / 200)
+    assert made["tokens_per_s"] == pytest.approx(20000)
+
+
+@pytest.mark.parametrize("stage", tools.STAGES)
+def test_a_stage_says_what_it_is(stage):
+    facts = measure.facts_of(int(stage[5:]))
+    assert facts["STAGE"] == int(stage[5:]) and facts["LAUNCHES"] > 0 and facts["TITLE"]
+    assert 0 < facts["TOLERANCE"] <= reference.TOLERANCE
+
+
+def test_a_stage_that_does_not_say_is_refused(tmp_path):
+    driver = tmp_path / "stages" / "stage3" / "driver.c"
+    driver.parent.mkdir(parents=True)
+    driver.write_text('#define STAGE 3\n#define TITLE "t"\n#define TOLERANCE 5e-3\n')
+    with pytest.raises(measure.Failed, match="LAUNCHES"):
+        measure.facts_of(3, tmp_path)
+    driver.write_text(driver.read_text().replace("STAGE 3", "STAGE 4") + "#define LAUNCHES 11\n")
+    with pytest.raises(measure.Failed, match="stage 4"):
+        measure.facts_of(3, tmp_path)
+    with pytest.raises(measure.Failed, match="no stages/stage5"):
+        measure.facts_of(5, tmp_path)
+
+
+class Fake(measure.Eager):
+    """The eager layer in the place of a stage, with a fault."""
+    launches, tolerance = 43, reference.TOLERANCE
+
+    def __init__(self, number, inputs, fault=None):
+        super().__init__(inputs)
+        self.number, self.name, self.title, self.fault = number, f"stage {number}", "fake", fault
+        self.torn_down = False
+
+    def step(self, i, s):
+        out = super().step(i, s)
+        if self.fault == "wrong":
+            out = out * 1.1
+        if self.fault == "nan":
+            out[0, 7] = math.nan
+        if self.fault == "no row":
+            self.caches[s][0][1][:, :, self.inputs.shape.prefill + i] = 0
+        if self.fault == "stale" and i == measure.STEPS - 1:
+            out = getattr(self, "last", out)
+        return out
+
+    def teardown(self):
+        self.torn_down = True
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return measure.Inputs(SHAPE, 1, "cpu")
+
+
+@pytest.mark.parametrize("fault", ["wrong", "nan", "no row"])
+def test_a_fault_is_found_before_timing(inputs, fault):
+    with pytest.raises(measure.Failed, match="stage 3: first step on set 0"):
+        Fake(3, inputs, fault).check_first()
+
+
+def test_a_fault_is_found_after_timing(inputs):
+    good, stale = Fake(3, inputs), Fake(3, inputs, "stale")
+    for fake in (good, stale):
+        assert 0 < fake.check_first() <= reference.TOLERANCE
+        fake.sample()
+    assert good.check_last() <= reference.TOLERANCE
+    with pytest.raises(measure.Failed, match="last timed step"):
+        stale.check_last()
+
+
+def fake_the_gpu(monkeypatch, inputs, launches=43):
+    monkeypatch.setattr(measure, "Inputs", lambda shape, seed: inputs)
+    monkeypatch.setattr(measure, "Stage", Fake)
+    monkeypatch.setattr(measure, "bandwidths", lambda: LIMITS)
+    monkeypatch.setattr(measure, "prove_profiler", lambda: None)
+    monkeypatch.setattr(measure, "count_launches", lambda contestant: launches)
+    monkeypatch.setattr(measure, "header_of", lambda protocol, **more: HEADER)
+
+    class Graph(measure.Contestant):
+        def __init__(self, of):
+            self.of, self.name, self.tolerance = of, of.name + " in a graph", of.tolerance
+            self.sample, self.errors = of.sample, of.errors
+        last = property(lambda self: self.of.last)
+
+    def timed(contestant):
+        contestant.sample()
+        return 100.0 if isinstance(contestant, Graph) else 200.0
+    monkeypatch.setattr(measure, "InGraph", Graph)
+    monkeypatch.setattr(measure, "timed", timed)
+
+
+def test_the_ladder_from_end_to_end_without_a_gpu(monkeypatch, inputs, capsys):
+    fake_the_gpu(monkeypatch, inputs)
+    header, rows = measure.measure_ladder([0, 7], SHAPE, 1, 9)
+    assert [r["stage"] for r in rows] == [0, 7]
+    assert [r["us_graph_median"] for r in rows] == [100.0, None]
+    assert all(r["us_median"] == 200 and r["launches"] == 43 for r in rows)
+    printed = capsys.readouterr().out
+    assert "noise: stage 7 twice: 200.00 and 200.00 us" in printed
+    assert printed.count("stage 0: ") == 2 and "suspect" not in printed
+    tables.text_of(tables.LADDER, header, rows)
+
+
+def test_faster_than_the_limit_is_suspect(capsys):
+    measure.print_row("stage 7", row(dict(stage=7), "t", 300.0))
+    assert "suspect the measurement" in capsys.readouterr().out
+
+
+def test_a_wrong_number_of_launches_fails(monkeypatch, inputs):
+    fake_the_gpu(monkeypatch, inputs, launches=44)
+    with pytest.raises(measure.Failed, match="44 launches a step, not the 43 it claims"):
+        measure.measure_ladder([0], SHAPE, 1, 9)
+
+
+@pytest.mark.parametrize("compiler", ["works", "fails"])
+def test_the_peers_from_end_to_end_without_a_gpu(monkeypatch, inputs, capsys, compiler):
+    def compiled(function, fullgraph):
+        assert compiler == "works", "no compiler"
+        return function
+    fake_the_gpu(monkeypatch, inputs)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "compile", compiled, raising=False)
+    header, rows = measure.measure_peers(SHAPE, 1, 9)
+    expected = ["eager", "eager in a graph", "torch.compile", "cublas"] + [
+        f"cublas {n}" for n in ("q+k+v", "o", "gate+up", "down")] + ["stage 7"]
+    if compiler == "fails":
+        expected.remove("torch.compile")
+        assert "torch.compile: left out: AssertionError: no compiler" in capsys.readouterr().out
+    assert [r["peer"] for r in rows] == expected
+    assert [r["us_median"] for r in rows] == [200.0] + [100.0] * (len(rows) - 2) + [200.0]
+    assert all(r["title"].endswith(", in a CUDA graph") for r in rows[1:-1])
+    whole = [r["x_copy_floor"] is not None for r in rows]
+    assert whole == [True] * (len(rows) - 5) + [False] * 4 + [True]
+    assert [r["peer"] for r in rows if r["tokens_per_s"]] == \
+        [r["peer"] for r in rows if "cublas" not in r["peer"]]
+    tables.text_of(tables.PEERS, header, rows)
+
+
+def test_what_is_compiled_is_the_layer(inputs):
+    peer = measure.Compiled(inputs, measure.layer_for_a_compiler)
+    assert peer.check_first() <= reference.TOLERANCE
+    peer.sample()
+    assert peer.check_last() <= reference.TOLERANCE
+
+
+def test_the_products_are_checked_one_by_one(inputs):
+    products = measure.make_products(inputs)
+    assert [p.name for p in products] == ["cublas q+k+v", "cublas o", "cublas gate+up", "cublas down"]
+    together = measure.Products(products)
+    assert together.bytes == SHAPE.weight_bytes()
+    assert together.check_first() <= reference.EXACT_TOLERANCE
+    products[2].matrices[1] = products[2].matrices[1].clone()
+    exact = products[2].errors(products[2].step(0, 1), 0, 1)
+    products[2].matrices[1][0] *= 1.5
+    wrong = products[2].errors(products[2].vector @ inputs.weights[1]["layers"][0]["gate"].T.repeat(1, 2),
+                               0, 1)
+    assert exact[0] <= reference.EXACT_TOLERANCE < wrong[0]
+
+
+def test_a_time_box_closes():
+    with pytest.raises(TimeoutError):
+        with measure.at_most_seconds(1):
+            while True:
+                pass
+    assert measure.unless_it_fails("x", lambda: 1 / 0) is None
+
+
+# ------------------------------------------------------------------------------- figures
+
+needs_gnuplot = pytest.mark.skipif(shutil.which("gnuplot") is None, reason="needs gnuplot")
+ALL = {"ladder", "roofline", "waterfall", "timeline"}
+
+
+def plot(data, out, *more):
+    return tools.run([sys.executable, str(tools.ROOT / "plots/draw.py"), "--data", str(data),
+                      "--readme", str(out / "svg"), "--paper", str(out / "tex"), *more])
+
+
+@needs_gnuplot
+def test_all_figures_from_data_alone(data, tmp_path):
+    status, output = plot(data, tmp_path)
+    assert status == 0, output
+    svg, tex = (tools.files(tmp_path / folder) for folder in ("svg", "tex"))
+    assert set(svg) == {f"{name}.svg" for name in ALL}
+    assert set(tex) == {f"figure-{name}.{kind}" for name in ALL for kind in ("tex", "pdf")}
+    assert b"one &amp; all, at 43" in svg["ladder.svg"] and b"PyTorch, eager" in svg["ladder.svg"]
+    assert rb"one \& all, at 43" in tex["figure-ladder.tex"]
+    assert plot(data, tmp_path / "again")[0] == 0
+    assert tools.files(tmp_path / "again" / "svg") == svg
+
+
+@needs_gnuplot
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_table_keeps_the_old_figure(data, tmp_path, message):
+    assert plot(data, tmp_path)[0] == 0
+    before = tools.files(tmp_path / "svg"), tools.files(tmp_path / "tex")
+    (data / "ladder.csv").write_text(BAD[message](ladder_text()), encoding="utf-8")
+    status, output = plot(data, tmp_path)
+    assert status == 1 and message in output and "the old figure stays" in output
+    now = tools.files(tmp_path / "svg"), tools.files(tmp_path / "tex")
+    assert {n: b for n, b in now[0].items() if "timeline" not in n} == \
+        {n: b for n, b in before[0].items() if "timeline" not in n}
+    assert now[1].keys() == before[1].keys()
+    assert now[1]["figure-ladder.pdf"] == before[1]["figure-ladder.pdf"]
+
+
+@needs_gnuplot
+def test_a_script_that_is_wrong_is_an_error(data, tmp_path):
+    plots = tmp_path / "plots"
+    shutil.copytree(tools.ROOT / "plots", plots)
+    (plots / "ladder.gp").write_text("plot 'nothing.dat'\n")
+    status, output = tools.run([sys.executable, str(plots / "draw.py"), "--data", str(data),
+                                "--readme", str(tmp_path / "svg")])
+    assert status == 1 and "ladder.gp" in output
+    assert "ladder.svg" not in tools.files(tmp_path / "svg")
+
+
+def test_without_data_there_is_nothing_to_draw(tmp_path):
+    assert plot(tmp_path, tmp_path)[0] == 1
+    assert plot(tmp_path, tmp_path, "--if-any")[0] == 0
+    assert not (tmp_path / "svg").exists()
+
+
+def test_the_time_above_the_limit_adds_up(data):
+    files, _ = draw.waterfall(data, draw.plain)
+    for line, us, graph in zip(files["waterfall.dat"].splitlines(), (1900, 480, 388),
+                               (1500, 470, 388)):
+        _, rest, above, *_ = line.split("\t")
+        limit = 1_728_153_600 / 4.6e6
+        assert float(above) == pytest.approx(us - limit, abs=0.1)
+        assert float(above) - float(rest) == pytest.approx(us - graph)
+
+
+# ------------------------------------------------------------------- the README, the text
+
+def test_the_readme_says_what_the_data_says():
+    readme = (tools.ROOT / "README.md").read_text(encoding="utf-8")
+    block = tables.readme_block(tools.ROOT / "data", tools.ROOT / "plots")
+    assert tables.with_block(readme, block) == readme, "run: make plots"
+
+
+def test_the_readme_follows_the_data(data, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{tables.BEGIN}\n{tables.END}\nafter\n", encoding="utf-8")
+    assert tables.main(readme) == 0
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "| 7 | stream | 1 | 388.0 (387.2 to 388.8) |" in text and "NVIDIA H200, driver 1.2" in text
+    (data / "ladder.csv").write_text("", encoding="utf-8")
+    assert tables.main(readme) == 1 and readme.read_text(encoding="utf-8") == text
+    readme.write_text("no markers\n")
+    assert tables.main(readme) == 1
+
+
+def test_nothing_measured_is_said(tmp_path):
+    assert "not measured yet" in tables.readme_block(tmp_path, tmp_path)
+
+
+def test_the_text_has_its_numbers(data):
+    (data / "grade.json").write_text(json.dumps(
+        {"pass": True, "measured": {"us_median": 385.14, "read_tbs": None},
+         "derived": {"x_read_us_rotation": 1.0312}}))
+    made = subprocess.run([sys.executable, str(tools.ROOT / "paper/numbers.py"), str(data)],
+                          check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    for key, value in {"ladder-7-us": "388.0", "ladder-0-launches": "43", "ladder-0-graph": "1500.0",
+                       "ladder-5-xfloor": "1.18", "ladder-5-xlimit": "1.28", "ladder-7-err": "1.0e-3",
+                       "ladder-gpu": "NVIDIA H200", "ladder/7/us_median": "388.00",
+                       "peers-eager-us": "900.0", "grade-us": "385.1", "grade-xlimit": "1.031",
+                       "grade-pass": "pass"}.items():
+        assert r"\definemeasured{%s}{%s}" % (key, value) in made
+    assert not [line for line in made if "ladder-7-graph" in line or "grade-read" in line]
+
+
+def test_make_without_a_gpu_says_so():
+    if tools.gpu_is_here():
+        pytest.skip("there is a GPU")
+    for target in ("ladder", "peers"):
+        status, output = tools.make(target)
+        assert status == 2 and f"{target}: no NVIDIA GPU here" in output
+
+
+@pytest.mark.gpu
+def test_two_stages_at_a_small_shape_on_the_gpu():
+    chosen = [int(s[5:]) for s in (tools.STAGES[0], "stage7")]
+    for number in chosen:
+        tools.build(f"build/gpu/stage{number}/liblayer.so")
+    program = ("import measure, reference, tables\n"
+               "measure.bandwidths = lambda: (4.25, 4.6)\n"
+               f"h, r = measure.measure_ladder({chosen}, reference.Shape(**reference.SMALL), 1, 9)\n"
+               "print(tables.text_of(tables.LADDER, h, r))\n")
+    status, output = tools.run([sys.executable, "-c", program])
+    assert status == 0, output
+    assert f"\n{chosen[0]}," in output and "\n7," in output and "# gpu: " in output
