@@ -39,7 +39,9 @@ help:
 	@echo '                  DEBUG=1 kernels whose waits are bounded and name what they wait for'
 	@echo 'make grade        all gates of the contract on a GPU -> data/grade.json; SUBMISSION= another file'
 	@echo 'make ladder       measures all stages in one run on a GPU -> data/ladder.csv; STAGES="0 5 7" some'
+	@echo 'make traffic      bytes read and written by stages 4 and 5, by the hardware counters'
 	@echo 'make peers        measures PyTorch and the cuBLAS products beside stage 7 -> data/peers.csv'
+	@echo 'make timeline     when each multiprocessor worked on which phase -> data/timeline-N.csv; N=7 one stage'
 	@echo 'make plots        data/ -> the figures in plots/, and the table in README.md; needs no GPU'
 	@echo 'make weave        layer.nw -> paper/layer.pdf'
 	@echo 'make check        all tests; those that need a GPU are skipped where there is none'
@@ -162,11 +164,13 @@ build/liboracle.so: stages/oracle/oracle.c stages/oracle/oracle.h
 	@$(CC) $(CFLAGS) -O2 -shared -fPIC -o $@.tmp $< -lm && mv -f $@.tmp $@
 
 # ---------------------------------------------------------------- the CPU target
-# Three builds: plain; asan, all of it under AddressSanitizer; tsan, in which only the
+# Four builds: plain; timers, the same with them compiled in; asan, all of it under
+# AddressSanitizer; tsan, in which only the
 # kernels are instrumented, since the CPU target itself tells ThreadSanitizer what its
 # primitives order.
-BUILDS := plain asan tsan
+BUILDS := plain asan tsan timers
 CPU_FLAGS_plain := -O2
+CPU_FLAGS_timers := -O2 -DTIMERS
 CPU_FLAGS_asan  := -O1 -fno-omit-frame-pointer -fsanitize=address -DASAN
 CPU_FLAGS_tsan  := -O1 -fno-omit-frame-pointer -DTSAN
 KERNEL_FLAGS_tsan := -fsanitize=thread
@@ -200,10 +204,10 @@ NVCC = $(eval NVCC := $$(firstword $$(shell command -v nvcc || ls /usr/local/cud
 # The architecture of the device that is here; sm_90a where there is none.
 ARCH = $(eval ARCH := $$(shell cc=$$$$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ' || true); \
     case $$$$cc in (''|*[!0-9]*|90) echo 90a;; (*) echo $$$$cc;; esac))$(ARCH)
-G := build/gpu$(if $(DEBUG),-debug)
+G := build/gpu$(if $(DEBUG),-debug)$(if $(TIMERS),-timers)
 GPU_FLAGS = -O3 -std=c++17 -gencode=arch=compute_$(ARCH),code=sm_$(ARCH) -lineinfo \
-    -Werror all-warnings -Xcompiler -fPIC $(if $(DEBUG),-DDEBUG_SPINS)
-GPU_HOST_FLAGS = -O2 -Xcompiler -std=c11,-Wall,-Wextra,-Werror,-fPIC,-g
+    -Werror all-warnings -Xcompiler -fPIC $(if $(DEBUG),-DDEBUG_SPINS) $(if $(TIMERS),-DTIMERS)
+GPU_HOST_FLAGS = -O2 -Xcompiler -std=c11,-Wall,-Wextra,-Werror,-fPIC,-g $(if $(TIMERS),-DTIMERS)
 
 $(G)/flags: FORCE
 	@mkdir -p $(@D); printf '%s\n' '$(NVCC) $(GPU_FLAGS) $(GPU_HOST_FLAGS)' | cmp -s - $@ \
@@ -295,7 +299,28 @@ ladder: | $(FIRST)
 peers: | $(FIRST) $(filter ladder,$(MAKECMDGOALS))
 	@$(call measure,peers,7)
 
-plots: | $(FIRST) $(filter ladder peers,$(MAKECMDGOALS))
+# By ncu, on the drivers of the stages themselves.
+.PHONY: traffic
+traffic: | $(FIRST)
+	@$(gpu_is_here) || { echo 'traffic: no NVIDIA GPU here'; exit 2; }
+	@command -v ncu >/dev/null || { echo 'traffic: no ncu (Nsight Compute) here'; exit 2; }
+	@$(MAKE) -s $(foreach n,4 5,build/gpu/stage$n/driver)
+	@$(call measure,traffic,4 5)
+
+# The stages that are one launch, compiled with timers: when each block worked on each phase.
+N := 6 7
+.PHONY: timeline
+timeline: | $(FIRST)
+	@$(gpu_is_here) || { echo 'timeline: no NVIDIA GPU here'; exit 2; }
+	@[ -n '$(NVCC)' ] || { echo 'timeline: there is a GPU but no nvcc'; exit 2; }
+	@$(MAKE) -s DEBUG= TIMERS=1 $(N:%=build/gpu-timers/stage%/driver)
+	@ask() { nvidia-smi --format=csv,noheader --query-gpu="$$1" | head -n 1; }; \
+	export DRIVER_VERSION="$$(ask driver_version)" \
+	    CLOCKS="$$(ask clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem)" \
+	    COMMIT="$$(git describe --always --dirty=+ --abbrev=12 2>/dev/null || echo "$${COMMIT:-unknown}")"; \
+	for n in $(N); do build/gpu-timers/stage$$n/driver --timeline=data/timeline-$$n.csv; done
+
+plots: | $(FIRST) $(filter ladder peers timeline,$(MAKECMDGOALS))
 	@command -v gnuplot >/dev/null || { echo 'plots: gnuplot is missing; make deps-paper installs it'; exit 1; }
 	@python3 plots/draw.py
 	@python3 plots/tables.py README.md

@@ -15,12 +15,14 @@ unless all went well, and then the file is replaced whole.
 """
 import argparse
 import contextlib
+import csv
 import ctypes
 import math
 import pathlib
 import re
 import signal
 import statistics
+import subprocess
 import sys
 
 import torch
@@ -644,6 +646,47 @@ def command_peers(args):
 
 # ----------------------------------------------------------------------------- commands
 
+# ------------------------------------------------------------------------------ traffic
+
+TRAFFIC = ("stage", "kernel", "bytes_read", "bytes_written", "bytes_predicted")
+COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+# What a driver launches before its 35th step: the inputs of three sets and of 32 steps.
+FILLS = 3 * 11 + STEPS
+
+
+def counted(stage):
+    """(kernel, bytes read, bytes written) of device memory, by the hardware counters, for
+    each launch of one step of a stage's driver; caches as the kernel before left them."""
+    launches = facts_of(stage)["LAUNCHES"]
+    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--csv",
+               "--page", "raw", "--print-units", "base", "--metrics", ",".join(COUNTERS),
+               "--launch-skip", str(FILLS + 34 * launches), "--launch-count", str(launches),
+               str(ROOT / f"build/gpu/stage{stage}/driver"), "--quick", "--samples=3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    require(len(lines) == launches + 2, f"stage {stage}: ncu counted {len(lines) - 2} launches "
+            f"instead of {launches}: {(done.stderr or done.stdout).strip()[-300:]}")
+    rows = list(csv.DictReader([lines[0]] + lines[2:]))
+    return [(row["Kernel Name"].split("(")[0],
+             *(round(float(row[c].replace(",", ""))) for c in COUNTERS)) for row in rows]
+
+
+def command_traffic(args):
+    rows = []
+    for stage in [int(word) for word in args.stages.replace(",", " ").split()]:
+        kernels = counted(stage)
+        rows += [[stage, *kernel, ""] for kernel in kernels]
+        total = [sum(kernel[i] for kernel in kernels) for i in (1, 2)]
+        rows.append([stage, "the step", *total, step_bytes(reference.Shape())])
+        say(f"stage {stage}: {total[0] / 1e6:.1f} MB read, {total[1] / 1e6:.1f} MB written, "
+            f"{rows[-1][-1] / 1e6:.1f} MB to be read once")
+    header = header_of("ncu on one step of the driver at position 4098, third set of weights, "
+                       "no cache flushed between launches; " + ", ".join(COUNTERS))
+    text = "".join(f"# {key}: {value}\n" for key, value in header.items())
+    text += "".join(",".join(map(str, row)) + "\n" for row in [TRAFFIC, *rows])
+    tables.write_whole(args.out, text)
+
+
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="measure.py", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -653,7 +696,11 @@ def parse(arguments):
     peers = commands.add_parser("peers", help="PyTorch and cuBLAS beside stage 7 -> "
                                 "data/peers.csv")
     peers.set_defaults(function=command_peers, out=str(ROOT / "data" / "peers.csv"))
-    for command in (ladder, peers):
+    traffic = commands.add_parser("traffic", help="bytes of device memory a step reads and "
+                                  "writes, by the hardware counters -> data/traffic.csv")
+    traffic.add_argument("--stages", default="4 5", help="which; default 4 5")
+    traffic.set_defaults(function=command_traffic, out=str(ROOT / "data" / "traffic.csv"))
+    for command in (ladder, peers, traffic):
         command.add_argument("--out", help="the file written", default=argparse.SUPPRESS)
         command.add_argument("--samples", type=int, default=15, help="of each; default 15")
         command.add_argument("--seed", type=int, default=1, help="of the inputs; default 1")

@@ -27,6 +27,21 @@ def test_on_the_cpu(stage, build, seed):
     assert passed(status, output), f"exit status {status}:\n{output}"
 
 
+# What the small shapes above do not reach in stage 7: units of attention with several tiles,
+# more than eight query heads a KV head, four KV heads.
+STREAM_SHAPES = (["--d=64", "--ffn=64", "--n-q=64", "--n-kv=64", "--hd=64", "--prefill=130"],
+                 ["--d=64", "--ffn=128", "--n-q=12", "--n-kv=1", "--hd=64", "--prefill=70"],
+                 ["--d=128", "--ffn=320", "--n-q=8", "--n-kv=4", "--hd=128", "--prefill=66"])
+
+
+@pytest.mark.parametrize("build", ["asan", "tsan"])
+@pytest.mark.parametrize("shape", STREAM_SHAPES, ids=lambda s: "".join(s))
+def test_the_stream_in_other_shapes(shape, build):
+    driver = tools.build(f"build/cpu/{build}/stage7/driver")
+    status, output = tools.run([str(driver), *shape], CPU_SEED="1", CPU_SMS="2")
+    assert passed(status, output), f"exit status {status}:\n{output}"
+
+
 @pytest.mark.parametrize("stage", tools.STAGES)
 def test_a_wrong_shape_is_refused(stage):
     driver = tools.build(f"build/cpu/plain/{stage}/driver")

@@ -166,6 +166,7 @@ static inline void wait_at_least(const uint32_t *p, uint32_t v)
 }
 
 static inline void publish_in_block(uint32_t *p, uint32_t v) { store_release(p, v); }
+static inline void add_in_block(uint32_t *p, uint32_t v) { atomic_add_release(p, v); }
 static inline void wait_in_block(const uint32_t *p, uint32_t v) { wait_at_least(p, v); }
 
 /* twin: loads */

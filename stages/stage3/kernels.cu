@@ -190,6 +190,9 @@ DEVICE int64_t slot(int64_t i, int64_t n)
     return (i / 8) * 4 + i % 4 + (i & 4 ? n / 2 : 0);
 }
 
+/* four loads of each row in flight */
+enum { AHEAD = 4 };   /* 16-byte loads of each row in flight */
+
 /* two dot products at once */
 struct four { float v[4]; } __attribute__((aligned(16)));   /* read as 16 bytes */
 
@@ -206,8 +209,6 @@ DEVICE float dot8(bits128 w, const float *low, const float *high, float sum)
     }
     return sum;
 }
-
-enum { AHEAD = 4 };   /* 16-byte loads of each row in flight */
 
 DEVICE void dot_pair(const uint16_t *row_a, const uint16_t *row_b, const float *x,
                      int64_t n, float *sum_a, float *sum_b)
@@ -256,22 +257,56 @@ DEVICE void rotate(float *low, float *high, int64_t pos, double turn)
 }
 
 /* stage 2: RMSNorm */
-DEVICE float norm_input(const struct norm_args *n, int64_t i)
+/* norm a vector */
+/* eight numbers at a time */
+struct eight { struct four v[2]; };
+
+DEVICE struct eight eight_bf16(const uint16_t *p)
 {
-    return n->narrow ? bf16_to_f32(n->narrow[i]) : n->wide[i];
+    bits128 b = load_16(p);
+    struct eight x;
+    for (int i = 0; i < 4; i++) {
+        x.v[i / 2].v[i % 2 * 2] = bits_f32(b.v[i] << 16);
+        x.v[i / 2].v[i % 2 * 2 + 1] = bits_f32(b.v[i] & 0xffff0000u);
+    }
+    return x;
+}
+
+DEVICE struct eight eight_f32(const float *p)
+{
+    struct eight x = {{ *(const struct four *)p, *(const struct four *)(p + 4) }};
+    return x;
+}
+
+DEVICE void norm_vector(const uint16_t *narrow, const float *wide,
+                        const uint16_t *weight, float *h, int64_t d, float eps,
+                        float *shared)
+{
+    float sum = 0;
+    for (int64_t i = threadIdx.x * 8; i < d; i += blockDim.x * 8) {
+        struct eight x = narrow ? eight_bf16(narrow + i) : eight_f32(wide + i);
+        struct eight w = eight_bf16(weight + i);
+        /* square the numbers and weigh them */
+        for (int j = 0; j < 8; j++) {
+            float v = x.v[j / 4].v[j % 4];
+            sum = fmaf(v, v, sum);
+            x.v[j / 4].v[j % 4] = v * w.v[j / 4].v[j % 4];
+        }
+        *(struct four *)(h + i / 2) = x.v[0];
+        *(struct four *)(h + d / 2 + i / 2) = x.v[1];
+    }
+    float scale = rsqrtf(block_sum(sum, shared) / (float)d + eps);
+    for (int64_t i = threadIdx.x * 8; i < d; i += blockDim.x * 8) {
+        struct four *low = (struct four *)(h + i / 2);   /* as this thread left it */
+        struct four *high = (struct four *)(h + d / 2 + i / 2);
+        for (int j = 0; j < 4; j++) low->v[j] *= scale, high->v[j] *= scale;
+    }
+    __syncthreads();
 }
 
 KERNEL THREADS(1024) rms_norm(struct norm_args n)   /* one block */
 {
-    float sum = 0;
-    UNROLL(8) for (int64_t i = threadIdx.x; i < n.d; i += blockDim.x) {
-        float x = norm_input(&n, i);
-        sum = fmaf(x, x, sum);
-    }
-    sum = block_sum(sum, (float *)shared_memory());
-    float scale = rsqrtf(sum / (float)n.d + n.eps);
-    UNROLL(8) for (int64_t i = threadIdx.x; i < n.d; i += blockDim.x)
-        n.h[slot(i, n.d)] = norm_input(&n, i) * scale * bf16_to_f32(n.weight[i]);
+    norm_vector(n.narrow, n.wide, n.weight, n.h, n.d, n.eps, (float *)shared_memory());
 }
 CPU_KERNEL(rms_norm, struct norm_args)
 

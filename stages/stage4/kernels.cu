@@ -182,6 +182,9 @@ DEVICE int64_t slot(int64_t i, int64_t n)
     return (i / 8) * 4 + i % 4 + (i & 4 ? n / 2 : 0);
 }
 
+/* four loads of each row in flight */
+enum { AHEAD = 4 };   /* 16-byte loads of each row in flight */
+
 /* two dot products at once */
 struct four { float v[4]; } __attribute__((aligned(16)));   /* read as 16 bytes */
 
@@ -198,8 +201,6 @@ DEVICE float dot8(bits128 w, const float *low, const float *high, float sum)
     }
     return sum;
 }
-
-enum { AHEAD = 4 };   /* 16-byte loads of each row in flight */
 
 DEVICE void dot_pair(const uint16_t *row_a, const uint16_t *row_b, const float *x,
                      int64_t n, float *sum_a, float *sum_b)
@@ -248,22 +249,56 @@ DEVICE void rotate(float *low, float *high, int64_t pos, double turn)
 }
 
 /* stage 2: RMSNorm */
-DEVICE float norm_input(const struct norm_args *n, int64_t i)
+/* norm a vector */
+/* eight numbers at a time */
+struct eight { struct four v[2]; };
+
+DEVICE struct eight eight_bf16(const uint16_t *p)
 {
-    return n->narrow ? bf16_to_f32(n->narrow[i]) : n->wide[i];
+    bits128 b = load_16(p);
+    struct eight x;
+    for (int i = 0; i < 4; i++) {
+        x.v[i / 2].v[i % 2 * 2] = bits_f32(b.v[i] << 16);
+        x.v[i / 2].v[i % 2 * 2 + 1] = bits_f32(b.v[i] & 0xffff0000u);
+    }
+    return x;
+}
+
+DEVICE struct eight eight_f32(const float *p)
+{
+    struct eight x = {{ *(const struct four *)p, *(const struct four *)(p + 4) }};
+    return x;
+}
+
+DEVICE void norm_vector(const uint16_t *narrow, const float *wide,
+                        const uint16_t *weight, float *h, int64_t d, float eps,
+                        float *shared)
+{
+    float sum = 0;
+    for (int64_t i = threadIdx.x * 8; i < d; i += blockDim.x * 8) {
+        struct eight x = narrow ? eight_bf16(narrow + i) : eight_f32(wide + i);
+        struct eight w = eight_bf16(weight + i);
+        /* square the numbers and weigh them */
+        for (int j = 0; j < 8; j++) {
+            float v = x.v[j / 4].v[j % 4];
+            sum = fmaf(v, v, sum);
+            x.v[j / 4].v[j % 4] = v * w.v[j / 4].v[j % 4];
+        }
+        *(struct four *)(h + i / 2) = x.v[0];
+        *(struct four *)(h + d / 2 + i / 2) = x.v[1];
+    }
+    float scale = rsqrtf(block_sum(sum, shared) / (float)d + eps);
+    for (int64_t i = threadIdx.x * 8; i < d; i += blockDim.x * 8) {
+        struct four *low = (struct four *)(h + i / 2);   /* as this thread left it */
+        struct four *high = (struct four *)(h + d / 2 + i / 2);
+        for (int j = 0; j < 4; j++) low->v[j] *= scale, high->v[j] *= scale;
+    }
+    __syncthreads();
 }
 
 KERNEL THREADS(1024) rms_norm(struct norm_args n)   /* one block */
 {
-    float sum = 0;
-    UNROLL(8) for (int64_t i = threadIdx.x; i < n.d; i += blockDim.x) {
-        float x = norm_input(&n, i);
-        sum = fmaf(x, x, sum);
-    }
-    sum = block_sum(sum, (float *)shared_memory());
-    float scale = rsqrtf(sum / (float)n.d + n.eps);
-    UNROLL(8) for (int64_t i = threadIdx.x; i < n.d; i += blockDim.x)
-        n.h[slot(i, n.d)] = norm_input(&n, i) * scale * bf16_to_f32(n.weight[i]);
+    norm_vector(n.narrow, n.wide, n.weight, n.h, n.d, n.eps, (float *)shared_memory());
 }
 CPU_KERNEL(rms_norm, struct norm_args)
 
@@ -271,48 +306,51 @@ CPU_KERNEL(rms_norm, struct norm_args)
 /* attend the keys tile by tile */
 enum { SPLIT_KEYS = 128 };
 
-/* one launch: fetch a tile of values */
+/* copy into shared memory */
 enum { PIECES_AHEAD = 4 };   /* 16-byte loads of a thread in flight */
 
-DEVICE void copy_tile(uint16_t *to, const uint16_t *from, int n)
+DEVICE void copy_in(void *to, const void *from, int64_t bytes)
 {
-    int step = (int)blockDim.x * 8;
-    for (int first = (int)threadIdx.x * 8; first < n; first += PIECES_AHEAD * step) {
-        bits128 piece[PIECES_AHEAD];
+    const bits128 *in = (const bits128 *)from;
+    bits128 *out = (bits128 *)to, piece[PIECES_AHEAD];
+    int n = (int)(bytes / 16), step = (int)blockDim.x;
+    for (int i = (int)threadIdx.x; i < n; i += PIECES_AHEAD * step) {
         for (int u = 0; u < PIECES_AHEAD; u++)
-            if (first + u * step < n) piece[u] = load_16(from + first + u * step);
+            if (i + u * step < n) piece[u] = load_16(in + i + u * step);
         for (int u = 0; u < PIECES_AHEAD; u++)
-            if (first + u * step < n) *(bits128 *)(to + first + u * step) = piece[u];
+            if (i + u * step < n) out[i + u * step] = piece[u];
     }
 }
 
 /* one launch: the scores of a tile */
-enum { KEYS_AHEAD = 4 };   /* of a thread in flight */
+enum { KEYS_AHEAD = 4 };   /* of a thread: 512 threads have all SPLIT_KEYS of them */
 
-DEVICE void score_tile(const struct layer_args *a, const float *q, const uint16_t *K,
-                       int keys, int rep, float *s)
+DEVICE void fetch_keys(const struct layer_args *a, const uint16_t *K, int keys,
+                       bits128 k[KEYS_AHEAD])
 {
     const bits128 zero = {{0, 0, 0, 0}};
     int lanes = a->hd / 8, lane = (int)threadIdx.x % lanes;
-    int step = (int)blockDim.x / lanes;
-    for (int first = (int)threadIdx.x / lanes; first < SPLIT_KEYS;
-         first += KEYS_AHEAD * step) {
-        bits128 k[KEYS_AHEAD];
-        for (int u = 0; u < KEYS_AHEAD; u++) {
-            int key = first + u * step;
-            k[u] = key < keys ? load_16(K + (int64_t)key * a->hd + lane * 8) : zero;
-        }
-        for (int r = 0; r < rep; r++) {
-            /* score four keys for query r */
-            const float *part = q + r * a->hd + lane * 8;
-            float sum[KEYS_AHEAD];
-            for (int u = 0; u < KEYS_AHEAD; u++) sum[u] = dot8(k[u], part, part + 4, 0);
-            for (int u = 0; u < KEYS_AHEAD; u++)
-                for (int m = lanes / 2; m; m /= 2) sum[u] += shfl_xor_f32(sum[u], m);
-            for (int u = 0; u < KEYS_AHEAD; u++)
-                if (lane == 0 && first + u * step < keys)
-                    s[r * SPLIT_KEYS + first + u * step] = sum[u];
-        }
+    for (int u = 0; u < KEYS_AHEAD; u++) {
+        int key = ((int)threadIdx.x + u * (int)blockDim.x) / lanes;
+        k[u] = key < keys ? load_16(K + (int64_t)key * a->hd + lane * 8) : zero;
+    }
+}
+
+DEVICE void score_tile(const struct layer_args *a, const float *q,
+                       const bits128 k[KEYS_AHEAD], int keys, int rep, float *s)
+{
+    int lanes = a->hd / 8, lane = (int)threadIdx.x % lanes;
+    int first = (int)threadIdx.x / lanes, step = (int)blockDim.x / lanes;
+    for (int r = 0; r < rep; r++) {
+        /* score four keys for query r */
+        const float *part = q + r * a->hd + lane * 8;
+        float sum[KEYS_AHEAD];
+        for (int u = 0; u < KEYS_AHEAD; u++) sum[u] = dot8(k[u], part, part + 4, 0);
+        for (int u = 0; u < KEYS_AHEAD; u++)
+            for (int m = lanes / 2; m; m /= 2) sum[u] += shfl_xor_f32(sum[u], m);
+        for (int u = 0; u < KEYS_AHEAD; u++)
+            if (lane == 0 && first + u * step < keys)
+                s[r * SPLIT_KEYS + first + u * step] = sum[u];
     }
 }
 
@@ -364,12 +402,14 @@ DEVICE void attend_splits(const struct layer_args *a, int64_t pos)
         int64_t first = (int64_t)split * SPLIT_KEYS, left = pos + 1 - first;
         int keys = left < SPLIT_KEYS ? (int)left : SPLIT_KEYS;
         int64_t at = (kv * a->pos.rows + first) * a->hd;
+        bits128 k[KEYS_AHEAD];
+        fetch_keys(a, a->k_cache + at, keys, k);
         __syncthreads();                          /* s of the last unit was read */
         for (int i = (int)threadIdx.x; i < rep * a->hd; i += (int)blockDim.x)
             q[i] = a->roped_q[kv * rep * a->hd + i] * a->score_scale;
-        copy_tile(V, a->v_cache + at, keys * a->hd);
+        copy_in(V, a->v_cache + at, keys * a->hd * (int64_t)sizeof *V);
         __syncthreads();
-        score_tile(a, q, a->k_cache + at, keys, rep, s);
+        score_tile(a, q, k, keys, rep, s);
         __syncthreads();
         weigh_tile(a, s, keys, rep, kv, split);
         __syncthreads();

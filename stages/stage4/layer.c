@@ -251,6 +251,7 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
     l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
     bad = claim_scratch(l);
     if (!bad) bad = prepare(l);
+    if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
     if (bad) layer_teardown(l);
     else *out = l;
     return bad;

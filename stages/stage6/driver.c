@@ -4,6 +4,9 @@
 /* stage 6: what the driver must know */
 #define STAGE 6
 #define TITLE "one launch"
+#define TIMED_PHASES \
+    { "QKV", WQ, WV }, { "attention", K_CACHE, V_CACHE }, { "merge", 0, -1 }, \
+    { "O", WO, WO }, { "gate and up", GATE, UP }, { "down", DOWN, DOWN }
 #define LAUNCHES 1
 #define TOLERANCE 5e-3
 #define KV_SLACK 1.0
@@ -17,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include "layer.h"
 #include "../oracle/oracle.h"
 
@@ -51,6 +55,7 @@ struct options {
     int64_t prefill;      /* rows of the cache that are filled before the first step */
     uint64_t seed;
     int samples, probe, csv, quick;
+    const char *timeline; /* the file it goes to */
 };
 static struct options opt = {
     .c = { .d = 8192, .ffn = 28672, .n_q = 64, .n_kv = 8, .hd = 128,
@@ -71,6 +76,7 @@ static const char *const help =
     "  --quick       check only the last timed step\n"
     "  --probe       measure only copy and read-only bandwidth, in TB/s\n"
     "  --csv         end with a row of data/ladder.csv\n"
+    "  --timeline=FILE   record when each SM worked on which phase (needs timers)\n"
     "exit status: 0 passed, 1 failed, 2 cannot run here or bad usage";
 
 static int64_t number(const char *text, const char *option)
@@ -96,6 +102,9 @@ static void set_option(const char *name, const char *value)
         }
     if (!strcmp(name, "seed")) opt.seed = (uint64_t)number(value, name);
     else if (!strcmp(name, "samples")) opt.samples = (int)number(value, name);
+#ifdef TIMERS
+    else if (!strcmp(name, "timeline")) opt.timeline = value;
+#endif
     else die(2, "unknown option --%s; see --help", name);
 }
 
@@ -120,7 +129,7 @@ static void read_options(int argc, char **argv)
 
 /* driver: sets of weights and caches */
 enum { IN_NORM = 1, POST_NORM, WQ, WK, WV, WO, GATE, UP, DOWN, K_CACHE, V_CACHE,
-       TENSORS, X = 1000 };
+       TENSORS, X = 1000, SMALL_X = 2000000 };
 
 static int64_t elements(int tensor)
 {
@@ -137,7 +146,7 @@ static float scale_of(int tensor)
                   : tensor == DOWN ? (double)opt.c.ffn
                   : tensor >= WQ && tensor <= UP ? (double)opt.c.d : 1;
     if (tensor == IN_NORM || tensor == POST_NORM) return (float)(0.1 / 65536);
-    return (float)(1 / (65536 * sqrt(fan_in)));
+    return (float)((tensor >= SMALL_X ? 1e-3 : 1) / (65536 * sqrt(fan_in)));
 }
 
 static int32_t offset_of(int tensor)
@@ -326,11 +335,12 @@ static void verdict(int passed, const char *format, ...)
 }
 
 static void *x_device, *out_device;   /* bf16 [d] */
+static int x_tensor = X;              /* from which x is drawn; SMALL_X: near 1e-3 */
 
 static void step_once(layer *l, int64_t pos, uint16_t *out)
 {
     size_t bytes = (size_t)opt.c.d * sizeof *out;
-    fill_on_device(x_device, opt.seed, X + (int)pos, opt.c.d);
+    fill_on_device(x_device, opt.seed, x_tensor + (int)pos, opt.c.d);
     cuda(cudaMemset(out_device, 0xff, bytes), "poison the result");
     ok(layer_step(l, x_device, pos, out_device, NULL), "step");
     cuda(cudaDeviceSynchronize(), "step");
@@ -457,6 +467,9 @@ static void check_all(struct set *s)
     check_position(s, &h, opt.prefill);
     check_position(s, &h, 0);
     check_position(s, &h, opt.prefill + 1);
+    x_tensor = SMALL_X;   /* so small that eps matters */
+    check_position(s, &h, opt.prefill + 1);
+    x_tensor = X;
     check_repeats(s, &h, opt.prefill + 1);
     check_refusals(s, &h);
     check_step_at(s, &h, opt.prefill + 1);
@@ -701,6 +714,125 @@ static void print_row(const struct figures *f)
            us * f->read_tbs * 1e6 / f->bytes, largest_error);
 }
 #endif
+#ifdef TIMERS
+/* driver: the timeline */
+enum { MARKED_WARPS = 32 };     /* of each block, as in the kernel */
+struct phase { const char *name; int first, last; };   /* tensors, by number */
+static const struct phase phases[] = { TIMED_PHASES };
+enum { PHASES = sizeof phases / sizeof *phases };
+int layer_marks(layer *l, uint64_t *out);   /* [blocks][MARKED_WARPS][PHASES][2], ns */
+
+/* driver: what a block did in a phase */
+struct stay { uint64_t start, end; };   /* ns; end 0: nothing */
+
+static struct stay stay_of(const uint64_t *marks, int block, int phase)
+{
+    struct stay s = { UINT64_MAX, 0 };
+    for (int w = 0; w < MARKED_WARPS; w++) {
+        const uint64_t *m = marks + ((block * MARKED_WARPS + w) * PHASES + phase) * 2;
+        if (m[1] && m[0] < s.start) s.start = m[0];
+        if (m[1] > s.end) s.end = m[1];
+    }
+    return s;
+}
+
+static struct stay stay_of_all(const uint64_t *marks, int blocks, int phase)
+{
+    struct stay all = { UINT64_MAX, 0 };
+    for (int b = 0; b < blocks; b++) {
+        struct stay s = stay_of(marks, b, phase);
+        if (s.end && s.start < all.start) all.start = s.start;
+        if (s.end > all.end) all.end = s.end;
+    }
+    return all;
+}
+
+/* driver: write the timeline */
+static const char *told(const char *name)
+{
+    const char *value = getenv(name);
+    return value && *value ? value : "unknown";
+}
+
+static void print_provenance(FILE *f, const struct cudaDeviceProp *p)
+{
+    char date[32];
+    time_t now = time(NULL);
+    int runtime;
+    cuda(cudaRuntimeGetVersion(&runtime), "version");
+    strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
+    fprintf(f, "# gpu: %s\n# driver: %s\n# cuda: %d.%d\n", p->name,
+            told("DRIVER_VERSION"), runtime / 1000, runtime % 1000 / 10);
+    fprintf(f, "# clocks: %s\n# commit: %s\n# date: %s\n", told("CLOCKS"),
+            told("COMMIT"), date);
+    fprintf(f, "# protocol: stage %d compiled with -DTIMERS, one step at position %lld "
+            "after others, sets of weights in rotation; globaltimer at each warp's "
+            "first and last work on a phase; sm is the number of the block\n", STAGE,
+            (long long)opt.prefill);
+}
+
+static void write_timeline(const uint64_t *marks, int blocks,
+                           const struct cudaDeviceProp *p)
+{
+    char new[4096];
+    snprintf(new, sizeof new, "%s.new", opt.timeline);
+    FILE *f = fopen(new, "w");
+    if (!f) die(1, "cannot write %s", new);
+    print_provenance(f, p);
+    fprintf(f, "sm,phase,start_us,end_us\n");
+    uint64_t zero = stay_of_all(marks, blocks, 0).start;
+    for (int i = 0; i < PHASES; i++)
+        for (int b = 0; b < blocks; b++) {
+            struct stay s = stay_of(marks, b, i);
+            if (s.end) fprintf(f, "%d,%s,%.3f,%.3f\n", b, phases[i].name,
+                               1e-3 * (double)(s.start - zero),
+                               1e-3 * (double)(s.end - zero));
+        }
+    if (fclose(f) || rename(new, opt.timeline)) die(1, "cannot write %s", opt.timeline);
+}
+
+/* driver: a table of the phases */
+static double bytes_of(const struct phase *phase)
+{
+    double rows = (double)(opt.prefill + 1) / (double)opt.c.max_seq_len, sum = 0;
+    for (int t = phase->first; t <= phase->last; t++)
+        sum += 2 * (double)elements(t) * (t >= K_CACHE ? rows : 1);
+    return sum;
+}
+
+static void print_phases(const uint64_t *marks, int blocks)
+{
+    uint64_t zero = stay_of_all(marks, blocks, 0).start, end = 0;
+    printf("  phase             MB       us    TB/s\n");
+    for (int i = 0; i < PHASES; i++) {
+        struct stay s = stay_of_all(marks, blocks, i);
+        double us = 1e-3 * (double)(s.end - s.start), bytes = bytes_of(&phases[i]);
+        printf("  %-12s %7.1f  %7.1f  %6.2f\n", phases[i].name, bytes * 1e-6, us,
+               bytes / us * 1e-6);
+        if (s.end > end) end = s.end;
+    }
+    printf("  from the first mark to the last: %.1f us\n", 1e-3 * (double)(end - zero));
+}
+
+/* driver: record the timeline */
+static void record_timeline(struct set *sets, const struct cudaDeviceProp *p)
+{
+    int blocks = p->multiProcessorCount, count = 1;
+    uint64_t *marks = need((size_t)blocks * MARKED_WARPS * PHASES * 2 * sizeof *marks);
+#ifndef CUDA_CPU_TARGET
+    for (; count < SETS; count++) draw_set(&sets[count], opt.seed + (uint64_t)count);
+#endif
+    fill_on_device(x_device, opt.seed, X + (int)opt.prefill, opt.c.d);
+    for (int i = 10 * count; i >= 0; i--)   /* the last one is of set 0 */
+        ok(layer_step(sets[i % count].l, x_device, opt.prefill, out_device, NULL),
+           "step");
+    cuda(cudaDeviceSynchronize(), "steps");
+    ok(layer_marks(sets[0].l, marks), "marks");
+    write_timeline(marks, blocks, p);
+    print_phases(marks, blocks);
+    free(marks);
+}
+#endif
 
 /* driver: the main program */
 /* driver: one shape */
@@ -717,30 +849,35 @@ static void run_shape(const struct cudaDeviceProp *p)
     cuda(cudaMalloc(&x_device, (size_t)c->d * 2), "memory for x");
     cuda(cudaMalloc(&out_device, (size_t)c->d * 2), "memory for the result");
     draw_set(&sets[0], opt.seed);
-    if (!opt.probe && !opt.quick) check_all(&sets[0]);
+    if (!opt.probe && !opt.quick && !opt.timeline) check_all(&sets[0]);
+#ifdef TIMERS
+    if (opt.timeline) record_timeline(sets, p);
+#endif
 #ifndef CUDA_CPU_TARGET
-    /* draw the other sets and measure */
-    struct figures f = { 0 };
-    for (int i = 1; i < SETS; i++) draw_set(&sets[i], opt.seed + (uint64_t)i);
-    cuda(cudaEventCreate(&begin), "event");
-    cuda(cudaEventCreate(&end), "event");
-    count_bytes(&f);
-    prepare_samples(sets);
-    f.copy_tbs = copy_bandwidth();
-    f.read_tbs = read_bandwidth(sets, p->multiProcessorCount);
-    int all = probe_reads_all(&sets[0], p->multiProcessorCount);
-    verdict(all, "the read-only probe reads all");
-    if (opt.probe) printf("%.4f,%.4f\n", f.copy_tbs, f.read_tbs);
-    else {
-        cudaMemset(results, 0xff, (size_t)(STEPS * opt.c.d) * 2);
-        f.us = time_steps(sets, NULL);
-        f.again = time_steps(sets, NULL);
-        double error = last_step_error(&sets[0]);
-        verdict(error <= TOLERANCE, "the last timed step: error %.1e", error);
-        f.graph = time_graph(sets, &f.launches).median;
-        verdict(f.launches == LAUNCHES, "launches: %d", f.launches);
-        print_report(&f, p);
-        if (opt.csv) print_row(&f);
+    if (!opt.timeline) {
+        /* draw the other sets and measure */
+        struct figures f = { 0 };
+        for (int i = 1; i < SETS; i++) draw_set(&sets[i], opt.seed + (uint64_t)i);
+        cuda(cudaEventCreate(&begin), "event");
+        cuda(cudaEventCreate(&end), "event");
+        count_bytes(&f);
+        prepare_samples(sets);
+        f.copy_tbs = copy_bandwidth();
+        f.read_tbs = read_bandwidth(sets, p->multiProcessorCount);
+        int all = probe_reads_all(&sets[0], p->multiProcessorCount);
+        verdict(all, "the read-only probe reads all");
+        if (opt.probe) printf("%.4f,%.4f\n", f.copy_tbs, f.read_tbs);
+        else {
+            cudaMemset(results, 0xff, (size_t)(STEPS * opt.c.d) * 2);
+            f.us = time_steps(sets, NULL);
+            f.again = time_steps(sets, NULL);
+            double error = last_step_error(&sets[0]);
+            verdict(error <= TOLERANCE, "the last timed step: error %.1e", error);
+            f.graph = time_graph(sets, &f.launches).median;
+            verdict(f.launches == LAUNCHES, "launches: %d", f.launches);
+            print_report(&f, p);
+            if (opt.csv) print_row(&f);
+        }
     }
 #endif
     /* give everything back */

@@ -41,7 +41,12 @@ struct layer_args {
     float *act;                /* [ffn]: silu(gate) * up, laid out by slot() */
     uint32_t *barrier;         /* arrivals since the layer was built */
     uint32_t *barrier_base;    /* [blocks]: arrivals before this launch */
+    /* timers: the marks */
+    #ifdef TIMERS
+    uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
+    #endif
 };
+enum timed_phase { QKV, ATTEND, MERGE, OUT, GATE_UP, DOWN, PHASES };
 
 void whole_layer(struct layer_args);
 enum { BLOCK_THREADS = 512, SPLIT_KEYS = 128 };
@@ -85,6 +90,10 @@ static char *divide_scratch(layer *l, char *at)
     a->attended = take(&at, q * f);
     a->x1 = take(&at, (size_t)l->c.d * f);
     a->act = take(&at, (size_t)l->c.ffn * f);
+    /* timers: room for the marks */
+    #ifdef TIMERS
+    a->marks = take(&at, (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t));
+    #endif
     return at;
 }
 
@@ -215,6 +224,7 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
     l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
     bad = claim_scratch(l);
     if (!bad) bad = prepare(l);
+    if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
     if (bad) layer_teardown(l);
     else *out = l;
     return bad;
@@ -280,3 +290,13 @@ const char *layer_strerror(int status)
     int known = status >= 0 && status < (int)(sizeof text / sizeof *text);
     return known ? text[status] : "unknown status";
 }
+
+/* timers: hand out the marks */
+#ifdef TIMERS
+int layer_marks(layer *l, uint64_t *out)   /* out[blocks][32][PHASES][2] on the host */
+{
+    size_t bytes = (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t);
+    return cudaMemcpy(out, l->args.marks, bytes, cudaMemcpyDeviceToHost)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+#endif

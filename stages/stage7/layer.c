@@ -24,6 +24,7 @@ enum {
     TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit at most */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    PARTS = 16,         /* pieces of down at most */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
 };
 
@@ -67,10 +68,14 @@ struct layer_args {
     float *act;                /* [ffn]: silu(gate) * up */
     float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
     /* counters between the blocks */
-    uint32_t *done;            /* [PHASES + pieces] * LINE: chunks finished since build */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
     uint32_t *units_done;      /* [groups] * LINE: units of this step */
     uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
+    /* timers: the marks */
+    #ifdef TIMERS
+    uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
+    #endif
 };
 
 void whole_layer(struct layer_args);
@@ -116,14 +121,15 @@ static void cut(struct geometry *g, const layer_config *c)
 {
     int64_t q = c->n_q * c->hd, widest = larger(c->d, q), rep = c->n_q / c->n_kv;
     g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
-    g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
+    g->piece = (int32_t)((c->ffn * 29 / (g->pieces * 28) + 63) / 64 * 64);
+    if (g->piece > widest) g->piece = (int32_t)widest;
     g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
     g->slot_bytes = larger(4 * widest, 4 * TILE_KEYS * c->hd);
     g->vector_bytes = larger(4 * widest,
                              4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
     g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
     g->groups = (int32_t)c->n_kv * g->octets;
-    g->unit_limit = g->groups < 128 ? 128 / g->groups : 1;
+    g->unit_limit = g->groups < 96 ? 96 / g->groups : 1;
     int64_t tiles = (c->max_seq_len + TILE_KEYS - 1) / TILE_KEYS;
     g->max_units = (int32_t)larger(g->unit_limit,
                                    (tiles + UNIT_TILES - 1) / UNIT_TILES);
@@ -147,7 +153,7 @@ static char *divide_scratch(layer *l, char *at)
     cut(g, &l->c);
     size_t units = (size_t)g->groups * (size_t)g->max_units * HEADS;
     l->status = a->status = take(&at, u);
-    a->done = take(&at, (size_t)(PHASES + g->pieces) * LINE * u);
+    a->done = take(&at, (size_t)PHASES * PARTS * LINE * u);
     a->launches = take(&at, (size_t)l->blocks * u);
     a->units_done = take(&at, (size_t)g->groups * LINE * u);
     a->pieces_done = take(&at, (size_t)l->blocks * MAX_WARPS * u);
@@ -160,6 +166,10 @@ static char *divide_scratch(layer *l, char *at)
     a->x1 = take(&at, (size_t)l->c.d * f);
     a->act = take(&at, (size_t)l->c.ffn * f);
     a->piece_sum = take(&at, (size_t)g->pieces * (size_t)l->c.d * f);
+    /* timers: room for the marks */
+    #ifdef TIMERS
+    a->marks = take(&at, (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t));
+    #endif
     return at;
 }
 
@@ -189,7 +199,7 @@ static int prepare(layer *l)
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
     int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
-    if (slots < 2) return LAYER_BAD_SHAPE;
+    if (slots < 2 || a->g.pieces > PARTS) return LAYER_BAD_SHAPE;
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
     l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
     l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
@@ -289,6 +299,7 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
     l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
     bad = claim_scratch(l);
     if (!bad) bad = prepare(l);
+    if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
     if (bad) layer_teardown(l);
     else *out = l;
     return bad;
@@ -354,3 +365,13 @@ const char *layer_strerror(int status)
     int known = status >= 0 && status < (int)(sizeof text / sizeof *text);
     return known ? text[status] : "unknown status";
 }
+
+/* timers: hand out the marks */
+#ifdef TIMERS
+int layer_marks(layer *l, uint64_t *out)   /* out[blocks][32][PHASES][2] on the host */
+{
+    size_t bytes = (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t);
+    return cudaMemcpy(out, l->args.marks, bytes, cudaMemcpyDeviceToHost)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+#endif

@@ -225,6 +225,11 @@ DEVICE void publish_in_block(uint32_t *p, uint32_t v)
     asm volatile("st.release.cta.shared::cta.u32 [%0], %1;"
                  ::"r"(shared_address(p)), "r"(v) : "memory");
 }
+DEVICE void add_in_block(uint32_t *p, uint32_t v)
+{
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;"
+                 ::"r"(shared_address(p)), "r"(v) : "memory");
+}
 DEVICE void wait_in_block(const uint32_t *p, uint32_t v)
 {
     uint32_t seen;
@@ -382,6 +387,7 @@ enum {
     TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit at most */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    PARTS = 16,         /* pieces of down at most */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
 };
 
@@ -425,11 +431,42 @@ struct layer_args {
     float *act;                /* [ffn]: silu(gate) * up */
     float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
     /* counters between the blocks */
-    uint32_t *done;            /* [PHASES + pieces] * LINE: chunks finished since build */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
     uint32_t *units_done;      /* [groups] * LINE: units of this step */
     uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
+    /* timers: the marks */
+    #ifdef TIMERS
+    uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
+    #endif
 };
+
+/* timers: mark a moment */
+#ifdef TIMERS
+/* timers: write a mark */
+#ifdef __CUDACC__
+/* PTX: timers */
+DEVICE uint64_t device_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+#endif
+enum { MARKED_WARPS = 32 };   /* of a block, at most */
+enum when { START, END };
+
+DEVICE void mark(uint64_t *marks, int when, int phase)
+{
+    int64_t warp = (int64_t)blockIdx.x * MARKED_WARPS + threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) marks[(warp * PHASES + phase) * 2 + when] = device_ns();
+}
+#define MARK(a, when, phase) mark((a)->marks, when, phase)
+#else
+#define MARK(a, when, phase) ((void)0)
+#endif
+#define TIMED(a, phase, work) \
+    do { MARK(a, START, phase); work; MARK(a, END, phase); } while (0)
 
 /* a position that is valid, or -1 */
 DEVICE int64_t position(struct position p)
@@ -440,10 +477,10 @@ DEVICE int64_t position(struct position p)
 
 /* stream: shared memory */
 struct tag {
-    int32_t phase, part;   /* part: the unit of ATTEND, the piece of DOWN, else 0 */
+    int32_t phase, part;   /* part: the unit of ATTEND, the piece of GATE_UP and DOWN */
     int32_t item;          /* the tile within the unit, or the chunk */
     int32_t vector;        /* the vector of this block that it needs */
-    int32_t last;          /* of this warp in this phase */
+    int32_t last;          /* of this warp in this phase and piece */
 };
 
 struct shared {
@@ -451,6 +488,7 @@ struct shared {
     uint64_t tiles;                /* mbarrier: tiles of a unit that are summed */
     struct tag tag[MAX_WARPS];     /* what each slot holds */
     uint32_t vectors;              /* vectors put in place so far */
+    uint32_t gated;                /* chunks of gate and up that are multiplied */
     float scale;                   /* of the vector in place */
     uint32_t arrived;              /* one loader tells the others */
     float sums[LOADER_WARPS];
@@ -524,6 +562,12 @@ DEVICE struct share share_of_down(const struct layer_args *a)
     return s;
 }
 
+DEVICE int chunks_of_block(const struct layer_args *a, int phase)
+{
+    int left = a->g.chunks[phase] - first_chunk(a, phase), step = (int)gridDim.x;
+    return left > 0 ? (left - 1) / step + 1 : 0;
+}
+
 /* stream: small helpers */
 DEVICE int lane_id(void) { return (int)threadIdx.x % 32; }
 
@@ -533,6 +577,11 @@ DEVICE int loader_thread(const struct layer_args *a)
 }
 
 DEVICE void loaders_meet(void) { named_barrier_sync(1, LOADERS); }
+
+DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
+{
+    return a->done + (phase * PARTS + part) * LINE;
+}
 
 /* stream: the producer */
 struct producer {
@@ -596,15 +645,22 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
     return r;
 }
 
-DEVICE void produce_phase(const struct layer_args *a, struct shared *s,
-                          struct producer *p, int phase, int vector)
+/* stream: the piece of down that a chunk of gate and up feeds */
+DEVICE int part_of(const struct layer_args *a, int phase, int c)
+{
+    return phase == GATE_UP ? c * a->g.pairs[GATE_UP] / a->g.piece : 0;
+}
+
+DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
+                         struct producer *p, int phase, int vector)
 {
     int64_t n = phase == OUT ? (int64_t)a->n_q * a->hd : a->d;
     int step = (int)gridDim.x;
     for (int c = first_chunk(a, phase); c < a->g.chunks[phase]; c += step) {
         struct rows r = rows_of(a, phase, c);
-        int last = c + a->g.warps * step >= a->g.chunks[phase];
-        struct tag tag = { phase, 0, c, vector, last };
+        int part = part_of(a, phase, c), next = c + a->g.warps * step;
+        int last = next >= a->g.chunks[phase] || part_of(a, phase, next) != part;
+        struct tag tag = { phase, part, c, vector, last };
         offer(s, p, tag, (uint32_t)(4 * r.count * n));
         copy(a, s, p, 0, r.low, r.count * n);
         copy(a, s, p, 2 * r.count * n, r.high, r.count * n);
@@ -664,7 +720,7 @@ DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
     struct span n = span_at(a, pos);
     int vector = 0, units = units_of_block(a, n);
     for (int phase = QKV; phase < DOWN; phase++)
-        if (phase != ATTEND) produce_phase(a, s, &p, phase, vector++);
+        if (phase != ATTEND) produce_rows(a, s, &p, phase, vector++);
         else for (int u = 0; u < units; u++)
             produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x), vector++);
     for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
@@ -679,13 +735,11 @@ DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
 
 /* stream: the loaders */
 /* stream: count what is done, and wait for it */
-DEVICE void wait_for_phase(const struct layer_args *a, int phase, uint32_t launch)
+DEVICE void wait_for_phase(const struct layer_args *a, int phase, int part,
+                           uint32_t launch, int each)
 {
-    uint32_t each = phase == ATTEND ? (uint32_t)a->g.groups
-                  : phase > DOWN ? (uint32_t)a->g.chunks[DOWN]
-                  : (uint32_t)a->g.chunks[phase];
     if (loader_thread(a) == 0)
-        wait_at_least(a->done + phase * LINE, (launch + 1) * each);
+        wait_at_least(counter(a, phase, part), (launch + 1) * (uint32_t)each);
     loaders_meet();
 }
 
@@ -704,7 +758,8 @@ DEVICE void split(const struct eight *x, uint16_t *hi, uint16_t *lo)
     for (int i = 0; i < 4; i++) {
         float a = x->v[2 * i], b = x->v[2 * i + 1];
         h.v[i] = pack_bf16(a, b);
-        l.v[i] = pack_bf16(a - bits_f32(h.v[i] << 16), b - bits_f32(h.v[i] & 0xffff0000u));
+        l.v[i] = pack_bf16(a - bits_f32(h.v[i] << 16),
+                           b - bits_f32(h.v[i] & 0xffff0000u));
     }
     *(bits128 *)hi = h;
     *(bits128 *)lo = l;
@@ -831,36 +886,49 @@ DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, int tiles,
 }
 
 /* stream: merge the units of a group */
-enum { FETCH = 4 };   /* units in flight */
+enum { FETCH = 6 };   /* units in flight */
+
+/* stream: fetch some units and merge them */
+DEVICE void merge_some(const struct layer_args *a, struct merged *m, int first,
+                       int left, int head, int i)
+{
+    int k = lane_id(), mine = k < left && k < FETCH;
+    bits128 sum[FETCH];
+    float max = mine ? a->unit_max[(first + k) * HEADS + head] : -INFINITY;
+    float weight = mine ? a->unit_weight[(first + k) * HEADS + head] : 0;
+    const float *from = a->unit_sum + (first * HEADS + head) * a->hd + i;
+    UNROLL(6)
+    for (int u = 0; u < FETCH; u++)
+        if (u < left && i < a->hd) sum[u] = load_16(from + u * HEADS * a->hd);
+    /* scale what was merged before, and this lane's unit, to the larger maximum */
+    float larger = fmaxf(m->max, max);
+    for (int s = 16; s; s /= 2) larger = fmaxf(larger, shfl_xor_f32(larger, s));
+    float e = mine ? expf(max - larger) : 0, old = expf(m->max - larger);
+    m->max = larger, m->weight *= old;
+    for (int j = 0; j < 4; j++) m->sum[j] *= old;
+    UNROLL(6)
+    for (int u = 0; u < FETCH; u++) {
+        float f = shfl_f32(e, u);
+        m->weight = fmaf(f, shfl_f32(weight, u), m->weight);
+        for (int j = 0; j < 4 && u < left; j++)
+            m->sum[j] = fmaf(f, bits_f32(sum[u].v[j]), m->sum[j]);
+    }
+}
 
 DEVICE void merge_units(const struct layer_args *a, struct span n, int group)
 {
     int first, heads = heads_of(a, group, &first), head = loader_thread(a) / 32;
     int i = lane_id() * 4;
-    if (head < heads && i < a->hd) {
-        int64_t at = (int64_t)group * a->g.max_units * HEADS + head;
-        struct merged m = { a->unit_max[at], 0, { 0, 0, 0, 0 } };
+    if (head < heads) {
+        struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
         UNROLL(1)
-        for (int u = 0; u < n.units; u += FETCH) {
-            /* fetch some units and merge them */
-            float max[FETCH], weight[FETCH];
-            bits128 sum[FETCH];
-            UNROLL(4)
-            for (int k = 0; k < FETCH; k++) {
-                int64_t from = at + (u + k) * HEADS;
-                if (u + k >= n.units) break;
-                max[k] = a->unit_max[from], weight[k] = a->unit_weight[from];
-                sum[k] = load_16(a->unit_sum + from * a->hd + i);
-            }
-            UNROLL(4)
-            for (int k = 0; k < FETCH; k++)
-                if (u + k < n.units) merge(&m, max[k], weight[k], sum[k]);
-        }
-        for (int j = 0; j < 4; j++)
+        for (int u = 0; u < n.units; u += FETCH)
+            merge_some(a, &m, group * a->g.max_units + u, n.units - u, head, i);
+        for (int j = 0; j < 4 && i < a->hd; j++)
             a->attended[(first + head) * a->hd + i + j] = m.sum[j] / m.weight;
     }
     loaders_meet();
-    if (loader_thread(a) == 0) atomic_add_release(a->done + ATTEND * LINE, 1);
+    if (loader_thread(a) == 0) atomic_add_release(counter(a, ATTEND, 0), 1);
 }
 
 DEVICE void attend_unit(const struct layer_args *a, struct shared *s, struct span n,
@@ -894,23 +962,27 @@ APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t po
     int units = units_of_block(a, n), t = loader_thread(a);
     put_vector(a, s, 0, a->x, a->in_norm, a->d);
     publish(a, s, ++vector);
-    if (units) wait_for_phase(a, QKV, launch);
+    if (units) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);
     for (int u = 0; u < units; u++)
         attend_unit(a, s, n, (int)(blockIdx.x + u * gridDim.x), u, ++vector);
-    wait_for_phase(a, ATTEND, launch);
+    wait_for_phase(a, ATTEND, 0, launch, a->g.groups);
     put_vector(a, s, a->attended, 0, 0, (int64_t)a->n_q * a->hd);
     publish(a, s, ++vector);
-    wait_for_phase(a, OUT, launch);
+    wait_for_phase(a, OUT, 0, launch, a->g.chunks[OUT]);
     put_vector(a, s, a->x1, 0, a->post_norm, a->d);
     publish(a, s, ++vector);
     /* put the pieces of the gated vector in place */
-    int last = GATE_UP;
+    int before = -1;
     for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
          piece += (int)gridDim.x) {
-        wait_for_phase(a, last, launch);
+        int rows = (int)piece_width(a, piece) / a->g.pairs[GATE_UP];
+        wait_for_phase(a, GATE_UP, piece, launch, rows);
+        if (t == 0) wait_in_block(&s->gated, (uint32_t)chunks_of_block(a, GATE_UP));
+        if (before >= 0) wait_for_phase(a, DOWN, before, launch, a->g.chunks[DOWN]);
+        loaders_meet();
         put_vector(a, s, a->act + (int64_t)piece * a->g.piece, 0, 0, piece_width(a, piece));
         publish(a, s, ++vector);
-        last = PHASES + piece;
+        before = piece;
     }
     if (t == 0) a->launches[blockIdx.x] = launch + 1;
 }
@@ -1232,24 +1304,28 @@ APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos
 DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, int w)
 {
     uint32_t chunks = 0;   /* finished and not yet counted */
+    int timed = -1;        /* the phase whose start this warp has marked */
     for (uint32_t parity = 0;; parity ^= 1) {
         mbarrier_wait(s->full + w, parity);
         struct tag tag = s->tag[w];
         if (tag.phase == THE_END) return;
         if (lane_id() == 0) wait_in_block(&s->vectors, (uint32_t)tag.vector + 1);
         __syncwarp();
+        if (tag.phase != timed) MARK(a, START, timed = tag.phase);
         if (tag.phase == ATTEND) {
             attend_tile(a, s, pos, w, tag);
+            MARK(a, END, ATTEND);
             continue;
         }
         multiply_chunk(a, s, pos, w, tag);
+        MARK(a, END, tag.phase);
         chunks++;
         if (!tag.last) continue;
         /* count this warp's chunks of the phase */
+        if (tag.phase == GATE_UP && lane_id() == 0) add_in_block(&s->gated, chunks);
         if (tag.phase == DOWN) finish_down(a, tag, w);
-        else if (lane_id() == 0) atomic_add_release(a->done + tag.phase * LINE, chunks);
-        if (tag.phase == DOWN && a->g.pieces > (int)gridDim.x && lane_id() == 0)
-            atomic_add_release(a->done + (PHASES + tag.part) * LINE, chunks);
+        if (lane_id() == 0 && (tag.phase != DOWN || a->g.pieces > (int)gridDim.x))
+            atomic_add_release(counter(a, tag.phase, tag.part), chunks);
         chunks = 0;
     }
 }
@@ -1276,7 +1352,7 @@ whole_layer(const IN_PLACE struct layer_args a)
             mbarrier_init(s->empty + w, 1);
         }
         mbarrier_init(&s->tiles, UNIT_TILES);
-        s->vectors = 0;
+        s->vectors = s->gated = 0;
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -1388,6 +1464,7 @@ enum {
     TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit at most */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    PARTS = 16,         /* pieces of down at most */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
 };
 
@@ -1431,10 +1508,14 @@ struct layer_args {
     float *act;                /* [ffn]: silu(gate) * up */
     float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
     /* counters between the blocks */
-    uint32_t *done;            /* [PHASES + pieces] * LINE: chunks finished since build */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
     uint32_t *units_done;      /* [groups] * LINE: units of this step */
     uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
+    /* timers: the marks */
+    #ifdef TIMERS
+    uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
+    #endif
 };
 
 void whole_layer(struct layer_args);
@@ -1480,14 +1561,15 @@ static void cut(struct geometry *g, const layer_config *c)
 {
     int64_t q = c->n_q * c->hd, widest = larger(c->d, q), rep = c->n_q / c->n_kv;
     g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
-    g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
+    g->piece = (int32_t)((c->ffn * 29 / (g->pieces * 28) + 63) / 64 * 64);
+    if (g->piece > widest) g->piece = (int32_t)widest;
     g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
     g->slot_bytes = larger(4 * widest, 4 * TILE_KEYS * c->hd);
     g->vector_bytes = larger(4 * widest,
                              4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
     g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
     g->groups = (int32_t)c->n_kv * g->octets;
-    g->unit_limit = g->groups < 128 ? 128 / g->groups : 1;
+    g->unit_limit = g->groups < 96 ? 96 / g->groups : 1;
     int64_t tiles = (c->max_seq_len + TILE_KEYS - 1) / TILE_KEYS;
     g->max_units = (int32_t)larger(g->unit_limit,
                                    (tiles + UNIT_TILES - 1) / UNIT_TILES);
@@ -1511,7 +1593,7 @@ static char *divide_scratch(layer *l, char *at)
     cut(g, &l->c);
     size_t units = (size_t)g->groups * (size_t)g->max_units * HEADS;
     l->status = a->status = take(&at, u);
-    a->done = take(&at, (size_t)(PHASES + g->pieces) * LINE * u);
+    a->done = take(&at, (size_t)PHASES * PARTS * LINE * u);
     a->launches = take(&at, (size_t)l->blocks * u);
     a->units_done = take(&at, (size_t)g->groups * LINE * u);
     a->pieces_done = take(&at, (size_t)l->blocks * MAX_WARPS * u);
@@ -1524,6 +1606,10 @@ static char *divide_scratch(layer *l, char *at)
     a->x1 = take(&at, (size_t)l->c.d * f);
     a->act = take(&at, (size_t)l->c.ffn * f);
     a->piece_sum = take(&at, (size_t)g->pieces * (size_t)l->c.d * f);
+    /* timers: room for the marks */
+    #ifdef TIMERS
+    a->marks = take(&at, (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t));
+    #endif
     return at;
 }
 
@@ -1553,7 +1639,7 @@ static int prepare(layer *l)
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
     int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
-    if (slots < 2) return LAYER_BAD_SHAPE;
+    if (slots < 2 || a->g.pieces > PARTS) return LAYER_BAD_SHAPE;
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
     l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
     l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
@@ -1653,6 +1739,7 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
     l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
     bad = claim_scratch(l);
     if (!bad) bad = prepare(l);
+    if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
     if (bad) layer_teardown(l);
     else *out = l;
     return bad;
@@ -1718,6 +1805,16 @@ const char *layer_strerror(int status)
     int known = status >= 0 && status < (int)(sizeof text / sizeof *text);
     return known ? text[status] : "unknown status";
 }
+
+/* timers: hand out the marks */
+#ifdef TIMERS
+int layer_marks(layer *l, uint64_t *out)   /* out[blocks][32][PHASES][2] on the host */
+{
+    size_t bytes = (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t);
+    return cudaMemcpy(out, l->args.marks, bytes, cudaMemcpyDeviceToHost)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+#endif
 
 """
 
