@@ -153,22 +153,16 @@ static int64_t blocks_for(const layer *l, int64_t work, int64_t work_of_a_block)
                            threads, shared, &args, stream)
 
 /* stage 5: one step */
-static unsigned even_threads(int64_t units, int64_t blocks)
-{
-    int64_t rounds = (units + blocks * 32 - 1) / (blocks * 32);
-    return 32 * (unsigned)((units + blocks * rounds - 1) / (blocks * rounds));
-}
+enum { QKV_THREADS = 32 * 20 };
 
 static int step(layer *l, const void *x, struct position pos, void *x_out,
                 cudaStream_t stream)
 {
     struct layer_args args = l->args;
     int64_t d = args.d, n_q = args.n_q, n_kv = args.n_kv, hd = args.hd, q = n_q * hd;
-    int64_t pairs = (n_q + 2 * n_kv) * hd / 2;
     int bad = 0;
     args.x = x, args.pos = pos, args.x_out = x_out;
-    RUN(queries_keys_values, l->blocks, 1, even_threads(pairs, l->blocks),
-        shared_bytes(l));
+    RUN(queries_keys_values, l->blocks, 1, QKV_THREADS, shared_bytes(l));
     /* several launches: the launches of attention by tiles */
     int64_t keys = pos.at ? pos.rows : pos.given + 1, tiles = (keys - 1) / SPLIT_KEYS + 1;
     size_t of_queries = (size_t)(n_q / n_kv * (hd + SPLIT_KEYS)) * sizeof(float);

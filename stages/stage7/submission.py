@@ -1561,15 +1561,14 @@ static void cut(struct geometry *g, const layer_config *c)
 {
     int64_t q = c->n_q * c->hd, widest = larger(c->d, q), rep = c->n_q / c->n_kv;
     g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
-    g->piece = (int32_t)((c->ffn * 29 / (g->pieces * 28) + 63) / 64 * 64);
-    if (g->piece > widest) g->piece = (int32_t)widest;
+    g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
     g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
     g->slot_bytes = larger(4 * widest, 4 * TILE_KEYS * c->hd);
     g->vector_bytes = larger(4 * widest,
                              4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
     g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
     g->groups = (int32_t)c->n_kv * g->octets;
-    g->unit_limit = g->groups < 96 ? 96 / g->groups : 1;
+    g->unit_limit = g->groups < 128 ? 128 / g->groups : 1;
     int64_t tiles = (c->max_seq_len + TILE_KEYS - 1) / TILE_KEYS;
     g->max_units = (int32_t)larger(g->unit_limit,
                                    (tiles + UNIT_TILES - 1) / UNIT_TILES);
