@@ -710,6 +710,42 @@ static void print_row(const struct figures *f)
            f->read_tbs, us * f->copy_tbs * 1e6 / f->contract_bytes,
            us * f->read_tbs * 1e6 / f->bytes, largest_error);
 }
+#else
+/* driver: what a GPU measured last */
+static void field(const char *line, int n, char out[256])   /* the nth, of RFC 4180 */
+{
+    int quoted = 0, at = 0;
+    for (; *line && *line != '\n' && (n > 0 || quoted || *line != ','); line++) {
+        if (*line == '"') quoted = !quoted;
+        else if (*line == ',' && !quoted) n--;
+        else if (n == 0 && at < 255) out[at++] = *line;
+    }
+    out[at] = 0;
+}
+
+static void last_figures(void)
+{
+    char line[2048], cell[14][256];
+    FILE *f = fopen("data/ladder.csv", "r");
+    int found = 0;
+    printf("last measured on a GPU (data/ladder.csv):\n");
+    while (f && fgets(line, sizeof line, f)) {
+        if (line[0] == '#') {
+            /* repeat where and when it was measured */
+            const char *shown[] = { "# gpu:", "# driver:", "# commit:", "# date:", "# note:" };
+            for (size_t i = 0; i < sizeof shown / sizeof *shown; i++)
+                if (!strncmp(line, shown[i], strlen(shown[i]))) printf("  %s", line + 2);
+            continue;
+        }
+        for (int i = 0; i < 14; i++) field(line, i, cell[i]);
+        if (strtol(cell[0], NULL, 10) != STAGE || cell[0][0] == 's') continue;
+        printf("  launches %s, %s us, x %s of the copy floor, x %s of the read limit\n",
+               cell[2], cell[3], cell[11], cell[12]);
+        found = 1;
+    }
+    if (!found) printf("  nothing yet\n");
+    if (f) fclose(f);
+}
 #endif
 #ifdef TIMERS
 /* driver: the timeline */
@@ -913,6 +949,7 @@ int main(int argc, char **argv)
         }
         run_shape(&p);
     }
+    last_figures();
 #else
     run_shape(&p);
 #endif
