@@ -126,9 +126,9 @@ def waterfall(data, escape):
 
 
 def timeline(data, escape):
-    """A block of data a phase: sm, start and end in us; and for the name of each phase its
-    middle in us, the name, the number of its block, and which of three lines it goes on."""
-    files, variables = {}, dict(panels=0, longest=1.0)
+    """A row a block and phase: sm, start and end in us, colour; and for the name of each phase
+    its middle in us, the name, its colour, and which of three lines it goes on."""
+    files, variables, colours = {}, dict(panels=0, longest=1.0), {}
     for stage in (6, 7):
         path = data / f"timeline-{stage}.csv"
         if not path.exists():
@@ -137,15 +137,16 @@ def timeline(data, escape):
         phases = {}
         for row in rows:
             phases.setdefault(row["phase"], []).append(row)
-        blocks = ["".join(f"{row['sm']:.0f} {row['start_us']} {row['end_us']}\n" for row in mine)
-                  for mine in phases.values()]
+            colours.setdefault(row["phase"], len(colours))
         names = sorted((sum(r["start_us"] + r["end_us"] for r in mine) / 2 / len(mine),
-                        quoted(escape(name)), i) for i, (name, mine) in enumerate(phases.items()))
+                        quoted(escape(name)), colours[name]) for name, mine in phases.items())
         names = [(*name, order % 3) for order, name in enumerate(names)]
         panel = variables["panels"] = variables["panels"] + 1
-        files[f"panel{panel}.dat"] = "\n\n".join(blocks)
+        files[f"panel{panel}.dat"] = "".join(
+            f"{row['sm']:.0f} {row['start_us']} {row['end_us']} {colours[row['phase']]}\n"
+            for row in rows)
         files[f"panel{panel}-names.dat"] = lines_of(names)
-        variables.update({f"title{panel}": f"stage {stage}", f"phases{panel}": len(phases),
+        variables.update({f"title{panel}": f"stage {stage}",
                           f"sms{panel}": 1 + max(row["sm"] for row in rows)})
         variables["longest"] = max([variables["longest"]] + [row["end_us"] for row in rows])
     if not files:

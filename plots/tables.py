@@ -159,7 +159,8 @@ def markdown(header, rows, first, heading, graph):
                   shown(row, "rel_err", "{:.1e}").replace("e-0", "e-")]
         lines.append(cells)
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    return f"{text}\n\nMeasured on {place(header)}.\n"
+    note = header.get("note", "")
+    return f"{text}\n\nMeasured on {place(header)}.\n" + (f"Note: {note}.\n" if note else "")
 
 
 def readme_block(data, figures):
