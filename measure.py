@@ -25,7 +25,11 @@ import statistics
 import subprocess
 import sys
 
-import torch
+try:
+    import torch
+except ImportError:
+    sys.exit(f"measure.py: {sys.executable} has no PyTorch; on Debian, after make deps, "
+             "/usr/bin/python3 has")
 
 import reference
 

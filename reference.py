@@ -36,7 +36,11 @@ import tempfile
 import time
 import typing
 
-import torch
+try:
+    import torch
+except ImportError:
+    sys.exit(f"reference.py: {sys.executable} has no PyTorch; on Debian, after make deps, "
+             "/usr/bin/python3 has")
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = pathlib.Path(__file__).resolve().parent

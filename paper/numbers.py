@@ -41,6 +41,9 @@ def from_table(path):
     for key, value in header.items():
         define(f"{name}/{key}", value)
     for row in rows:
+        if None in row or None in row.values():
+            sys.exit(f"numbers.py: {path}: a row with more or fewer fields than the heading: "
+                     f"{list(row.values())}")
         first = next(iter(row.values()))
         for column, value in row.items():
             if column and value:

@@ -7,7 +7,8 @@ set tmargin 2.2
 set border 1
 set tics out
 set ytics scale 0
-set xlabel 'µs a layer; at each bar, how many times the read limit'
+set xtics 400
+set xlabel 'µs a layer (at each bar: times the read limit)' offset -6, 0
 set arrow from first read_limit, graph 0 to first read_limit, graph 1.02 nohead front lw 2 lc rgb ink
 set arrow from first copy_floor, graph 0 to first copy_floor, graph 1.02 nohead front lw 2 lc rgb gap_colour
 set label sprintf('read limit %.0f', read_limit) at first read_limit, graph 1.02 right offset -0.3, 0.5 textcolor rgb ink
