@@ -28,7 +28,7 @@ SECONDS = 90       # of one run; a mutant may spin for ever
 ONE_KV = "--d=128 --ffn=192 --n-q=2 --n-kv=1 --hd=64 --prefill=70"     # 2 pieces, unequal
 PIECES = "--d=128 --ffn=384 --n-q=4 --n-kv=2 --hd=64 --prefill=70"     # 2 pieces, equal
 OCTETS = "--d=64 --ffn=64 --n-q=12 --n-kv=1 --hd=64 --prefill=70"      # 12 heads a KV head
-UNITS = "--d=64 --ffn=64 --n-q=16 --n-kv=16 --hd=64 --prefill=514"     # 8 units, 9 tiles
+UNITS = "--d=64 --ffn=64 --n-q=16 --n-kv=16 --hd=64 --prefill=1000"    # 8 units of 2 tiles
 RUNS = {           # of each build: shape, CPU_SMS, seed
     "plain": [(ONE_KV, 2, 1), (PIECES, 3, 2), (PIECES, 4, 3), (OCTETS, 2, 1), (UNITS, 3, 1)],
     "asan": [(ONE_KV, 3, 1), (PIECES, 3, 2)],
@@ -166,7 +166,7 @@ MUTANTS = [
     ("no residual around attention", "bf16_to_f32(a->x[i]) + y.low", "y.low"),
     ("no residual around the MLP", "float sum = a->x1[row];", "float sum = 0;"),
     ("rotation in the wrong direction", "*high = b * c + a * s;", "*high = b * c - a * s;"),
-    ("merge of tiles does not rescale", "e = expf(m->max - larger), f", "e = 1, f"),
+    ("merge of tiles does not rescale", "float e = expf(m->max", "float e = 1 + 0 * expf(m->max"),
     ("merge of units: each lane takes its own maximum",
      "larger = fmaxf(larger, shfl_xor_f32(larger, s));", ";"),
     ("merge of units: each lane takes its own factor", "float f = shfl_f32(e, u);", "float f = e;"),
@@ -180,6 +180,8 @@ REASONS = {
     "proxy fence gone after writing to a slot":
         "the CPU target wants the fence before a bulk copy reads what was stored, not "
         "before one overwrites it",
+    "lo of a weight of attention left out":
+        "a weight is then off by 2^-9 of itself at most: below the tolerance",
 }
 
 

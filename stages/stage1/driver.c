@@ -419,6 +419,19 @@ static void check_repeats(struct set *s, struct host *h, int64_t pos)
     }
 }
 
+static void check_neighbour(struct set *s, struct host *h, int64_t pos)
+{
+    layer *small;
+    layer_config c = opt.c;
+    size_t bytes = (size_t)c.d * 2;
+    step_once(s->l, pos, h->out);
+    c.d = c.ffn = c.hd = 64, c.n_q = c.n_kv = 1;
+    ok(layer_build(&small, &c, &s->w, s->tensor[K_CACHE], s->tensor[V_CACHE]), "build");
+    step_once(s->l, pos, h->again);
+    verdict(!memcmp(h->out, h->again, bytes), "the same bits beside a smaller layer");
+    ok(layer_teardown(small), "teardown");
+}
+
 static void check_step_at(struct set *s, struct host *h, int64_t pos)
 {
     size_t bytes = (size_t)opt.c.d * 2;
@@ -479,6 +492,7 @@ static void check_all(struct set *s)
     check_position(s, &h, opt.prefill + 1);
     x_tensor = X;
     check_repeats(s, &h, opt.prefill + 1);
+    check_neighbour(s, &h, opt.prefill + 1);
     check_refusals(s, &h);
     check_step_at(s, &h, opt.prefill + 1);
     void *mine[] = { h.arena, h.before, h.x, h.out, h.again, h.expected };

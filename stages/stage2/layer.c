@@ -226,7 +226,7 @@ static int check_shape(const layer_config *c)
     if (c->hd != 64 && c->hd != 128) return LAYER_BAD_SHAPE;
     if (c->d % 64 || c->ffn % 64) return LAYER_BAD_SHAPE;
     if (c->n_q % c->n_kv || c->n_q / c->n_kv > 16) return LAYER_BAD_SHAPE;
-    if (!(c->eps > 0) || !isfinite(c->eps)) return LAYER_BAD_SHAPE;
+    if (!((float)c->eps > 1e-37f) || !isfinite((float)c->eps)) return LAYER_BAD_SHAPE;
     if (!(c->theta > 0) || !isfinite(c->theta)) return LAYER_BAD_SHAPE;
     if (c->max_blocks < 0) return LAYER_BAD_SHAPE;
     return LAYER_OK;
@@ -302,6 +302,7 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
     int bad = check_step(l, x, x_out);
     if (bad) return bad;
     if (!pos_on_device) return LAYER_BAD_ARGUMENT;
+    if ((uintptr_t)pos_on_device & 7) return LAYER_BAD_ALIGNMENT;
     struct position p = { pos_on_device, 0, l->c.max_seq_len };
     return step(l, x, p, x_out, stream);
 }
@@ -311,6 +312,7 @@ int layer_status(layer *l)
 {
     uint32_t status;
     if (!l) return LAYER_BAD_ARGUMENT;
+    if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
     if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
         return LAYER_CUDA_FAILED;
     return (int)status;
@@ -319,7 +321,8 @@ int layer_status(layer *l)
 int layer_teardown(layer *l)
 {
     if (!l) return LAYER_OK;
-    int bad = l->scratch && cudaFree(l->scratch);
+    int bad = cudaDeviceSynchronize();
+    if (l->scratch && cudaFree(l->scratch)) bad = 1;
     free(l);
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }

@@ -517,8 +517,9 @@ DEVICE void weigh_tile(const struct layer_args *a, float *s, int keys, int rep, 
     for (int i = (int)threadIdx.x % 32; i < keys; i += 32)
         max = fmaxf(max, s[r * SPLIT_KEYS + i]);
     for (int m = 16; m; m /= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+    float base = max == -INFINITY ? 0 : max;   /* all scores overflowed: weights 0 */
     for (int i = (int)threadIdx.x % 32; i < keys; i += 32)
-        sum += s[r * SPLIT_KEYS + i] = expf(s[r * SPLIT_KEYS + i] - max);
+        sum += s[r * SPLIT_KEYS + i] = expf(s[r * SPLIT_KEYS + i] - base);
     sum = warp_sum(sum);
     int64_t at = (int64_t)(kv * rep + r) * a->max_splits + split;
     if (threadIdx.x % 32 == 0) a->split_max[at] = max, a->split_weight[at] = sum;

@@ -547,6 +547,11 @@ DEVICE int loader_thread(const struct layer_args *a)
     return (int)threadIdx.x - 32 * a->g.warps;
 }
 
+DEVICE float base_of(float max)   /* what scores are reduced by; see below */
+{
+    return max == -INFINITY ? 0 : max;
+}
+
 DEVICE void loaders_meet(void) { named_barrier_sync(1, LOADERS); }
 
 DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
@@ -786,7 +791,10 @@ APART void put_vector(const struct layer_args *a, struct shared *s, const float 
             if (f) x[u][1] = load_16(f + j + 4);
             if (weight) w[u] = load_16(weight + j);
         }
-        if (b && i < 8 * LOADERS) named_barrier_arrive(2, LOADERS + 32);
+        if (b && i < 8 * LOADERS) {
+            __syncwarp();
+            named_barrier_arrive(2, LOADERS + 32);
+        }
         for (int u = 0; u < IN_FLIGHT; u++) {
             int64_t j = i + 8 * LOADERS * u;
             struct eight e = f ? eight_f32(x[u][0], x[u][1]) : eight_bf16(x[u][0]);
@@ -834,8 +842,8 @@ struct merged { float max, weight, sum[4]; };
 
 DEVICE void merge(struct merged *m, float max, float weight, bits128 sum)
 {
-    float larger = fmaxf(m->max, max);
-    float e = expf(m->max - larger), f = expf(max - larger);
+    float larger = fmaxf(m->max, max), base = base_of(larger);
+    float e = expf(m->max - base), f = expf(max - base);
     m->weight = e * m->weight + f * weight;
     for (int j = 0; j < 4; j++) m->sum[j] = e * m->sum[j] + f * bits_f32(sum.v[j]);
     m->max = larger;
@@ -847,7 +855,7 @@ DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, int tiles,
     int head = loader_thread(a) / 32, i = lane_id() * 4;
     int64_t at = ((int64_t)group * a->g.max_units + split) * HEADS + head;
     if (i >= a->hd) return;
-    struct merged m = { s->tile_max[0][head], 0, { 0, 0, 0, 0 } };
+    struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
     UNROLL(1)
     for (int t = 0; t < tiles; t++)
         merge(&m, s->tile_max[t][head], s->tile_weight[t][head],
@@ -860,7 +868,7 @@ DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, int tiles,
 enum { FETCH = 6 };   /* units in flight */
 
 /* stream: fetch some units and merge them */
-DEVICE void merge_some(const struct layer_args *a, struct merged *m, int first,
+DEVICE void merge_some(const struct layer_args *a, struct merged *m, int64_t first,
                        int left, int head, int i)
 {
     int k = lane_id(), mine = k < left && k < FETCH;
@@ -874,7 +882,8 @@ DEVICE void merge_some(const struct layer_args *a, struct merged *m, int first,
     /* scale what was merged before, and this lane's unit, to the larger maximum */
     float larger = fmaxf(m->max, max);
     for (int s = 16; s; s /= 2) larger = fmaxf(larger, shfl_xor_f32(larger, s));
-    float e = mine ? expf(max - larger) : 0, old = expf(m->max - larger);
+    float base = base_of(larger);
+    float e = mine ? expf(max - base) : 0, old = expf(m->max - base);
     m->max = larger, m->weight *= old;
     for (int j = 0; j < 4; j++) m->sum[j] *= old;
     UNROLL(6)
@@ -1171,8 +1180,9 @@ DEVICE void soften(struct shared *s, float score[SIXTEENS][4], uint16_t *p, int 
         for (int m = 0; m < SIXTEENS; m++)
             max = fmaxf(max, fmaxf(score[m][j], score[m][2 + j]));
         for (int m = 4; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+        float base = base_of(max);
         for (int m = 0; m < SIXTEENS; m++) {
-            float e = expf(score[m][j] - max), f = expf(score[m][2 + j] - max);
+            float e = expf(score[m][j] - base), f = expf(score[m][2 + j] - base);
             put_weight(p + (2 * t + j) * P_ROW + 16 * m + g, e);
             put_weight(p + (2 * t + j) * P_ROW + 16 * m + g + 8, f);
             sum += e + f;

@@ -576,6 +576,11 @@ DEVICE int loader_thread(const struct layer_args *a)
     return (int)threadIdx.x - 32 * a->g.warps;
 }
 
+DEVICE float base_of(float max)   /* what scores are reduced by; see below */
+{
+    return max == -INFINITY ? 0 : max;
+}
+
 DEVICE void loaders_meet(void) { named_barrier_sync(1, LOADERS); }
 
 DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
@@ -815,7 +820,10 @@ APART void put_vector(const struct layer_args *a, struct shared *s, const float 
             if (f) x[u][1] = load_16(f + j + 4);
             if (weight) w[u] = load_16(weight + j);
         }
-        if (b && i < 8 * LOADERS) named_barrier_arrive(2, LOADERS + 32);
+        if (b && i < 8 * LOADERS) {
+            __syncwarp();
+            named_barrier_arrive(2, LOADERS + 32);
+        }
         for (int u = 0; u < IN_FLIGHT; u++) {
             int64_t j = i + 8 * LOADERS * u;
             struct eight e = f ? eight_f32(x[u][0], x[u][1]) : eight_bf16(x[u][0]);
@@ -863,8 +871,8 @@ struct merged { float max, weight, sum[4]; };
 
 DEVICE void merge(struct merged *m, float max, float weight, bits128 sum)
 {
-    float larger = fmaxf(m->max, max);
-    float e = expf(m->max - larger), f = expf(max - larger);
+    float larger = fmaxf(m->max, max), base = base_of(larger);
+    float e = expf(m->max - base), f = expf(max - base);
     m->weight = e * m->weight + f * weight;
     for (int j = 0; j < 4; j++) m->sum[j] = e * m->sum[j] + f * bits_f32(sum.v[j]);
     m->max = larger;
@@ -876,7 +884,7 @@ DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, int tiles,
     int head = loader_thread(a) / 32, i = lane_id() * 4;
     int64_t at = ((int64_t)group * a->g.max_units + split) * HEADS + head;
     if (i >= a->hd) return;
-    struct merged m = { s->tile_max[0][head], 0, { 0, 0, 0, 0 } };
+    struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
     UNROLL(1)
     for (int t = 0; t < tiles; t++)
         merge(&m, s->tile_max[t][head], s->tile_weight[t][head],
@@ -889,7 +897,7 @@ DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, int tiles,
 enum { FETCH = 6 };   /* units in flight */
 
 /* stream: fetch some units and merge them */
-DEVICE void merge_some(const struct layer_args *a, struct merged *m, int first,
+DEVICE void merge_some(const struct layer_args *a, struct merged *m, int64_t first,
                        int left, int head, int i)
 {
     int k = lane_id(), mine = k < left && k < FETCH;
@@ -903,7 +911,8 @@ DEVICE void merge_some(const struct layer_args *a, struct merged *m, int first,
     /* scale what was merged before, and this lane's unit, to the larger maximum */
     float larger = fmaxf(m->max, max);
     for (int s = 16; s; s /= 2) larger = fmaxf(larger, shfl_xor_f32(larger, s));
-    float e = mine ? expf(max - larger) : 0, old = expf(m->max - larger);
+    float base = base_of(larger);
+    float e = mine ? expf(max - base) : 0, old = expf(m->max - base);
     m->max = larger, m->weight *= old;
     for (int j = 0; j < 4; j++) m->sum[j] *= old;
     UNROLL(6)
@@ -1200,8 +1209,9 @@ DEVICE void soften(struct shared *s, float score[SIXTEENS][4], uint16_t *p, int 
         for (int m = 0; m < SIXTEENS; m++)
             max = fmaxf(max, fmaxf(score[m][j], score[m][2 + j]));
         for (int m = 4; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+        float base = base_of(max);
         for (int m = 0; m < SIXTEENS; m++) {
-            float e = expf(score[m][j] - max), f = expf(score[m][2 + j] - max);
+            float e = expf(score[m][j] - base), f = expf(score[m][2 + j] - base);
             put_weight(p + (2 * t + j) * P_ROW + 16 * m + g, e);
             put_weight(p + (2 * t + j) * P_ROW + 16 * m + g + 8, f);
             sum += e + f;
@@ -1405,7 +1415,7 @@ typedef struct layer layer;
 enum {
     LAYER_OK = 0,
     LAYER_BAD_ARGUMENT,   /* a null pointer */
-    LAYER_BAD_ALIGNMENT,  /* a device pointer that is not 16-byte aligned */
+    LAYER_BAD_ALIGNMENT,  /* a device pointer not 16-byte aligned (a position: 8) */
     LAYER_BAD_SHAPE,      /* sizes this stage does not serve */
     LAYER_BAD_POSITION,   /* pos outside [0, max_seq_len) */
     LAYER_BAD_DEVICE,     /* compute capability below 9.0, or not the layer's device */
@@ -1421,8 +1431,9 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
 /* x, x_out: bf16 [d] on the device, not overlapping. Queues one step on the stream:
    writes row pos of both caches, then x_out. */
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream);
-/* The same with the position read on the device when the step runs, for graphs. Out of
-   range: x_out becomes NaN, the caches stay as they are, layer_status() remembers. */
+/* The same with the position read on the device while the step runs, for graphs; it must
+   not change until the step has ended. Out of range: x_out becomes NaN, the caches stay
+   as they are, layer_status() remembers. */
 int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x_out,
                   cudaStream_t stream);
 /* LAYER_BAD_POSITION once any step_at was out of range. Waits for the device. */
@@ -1642,8 +1653,7 @@ static int prepare(layer *l)
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
     l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
     l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)l->shared)
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
         || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
                                                          (int)l->threads, l->shared))
         return LAYER_CUDA_FAILED;
@@ -1692,7 +1702,7 @@ static int check_shape(const layer_config *c)
     if (c->hd != 64 && c->hd != 128) return LAYER_BAD_SHAPE;
     if (c->d % 64 || c->ffn % 64) return LAYER_BAD_SHAPE;
     if (c->n_q % c->n_kv || c->n_q / c->n_kv > 16) return LAYER_BAD_SHAPE;
-    if (!(c->eps > 0) || !isfinite(c->eps)) return LAYER_BAD_SHAPE;
+    if (!((float)c->eps > 1e-37f) || !isfinite((float)c->eps)) return LAYER_BAD_SHAPE;
     if (!(c->theta > 0) || !isfinite(c->theta)) return LAYER_BAD_SHAPE;
     if (c->max_blocks < 0) return LAYER_BAD_SHAPE;
     return LAYER_OK;
@@ -1768,6 +1778,7 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
     int bad = check_step(l, x, x_out);
     if (bad) return bad;
     if (!pos_on_device) return LAYER_BAD_ARGUMENT;
+    if ((uintptr_t)pos_on_device & 7) return LAYER_BAD_ALIGNMENT;
     struct position p = { pos_on_device, 0, l->c.max_seq_len };
     return step(l, x, p, x_out, stream);
 }
@@ -1777,6 +1788,7 @@ int layer_status(layer *l)
 {
     uint32_t status;
     if (!l) return LAYER_BAD_ARGUMENT;
+    if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
     if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
         return LAYER_CUDA_FAILED;
     return (int)status;
@@ -1785,7 +1797,8 @@ int layer_status(layer *l)
 int layer_teardown(layer *l)
 {
     if (!l) return LAYER_OK;
-    int bad = l->scratch && cudaFree(l->scratch);
+    int bad = cudaDeviceSynchronize();
+    if (l->scratch && cudaFree(l->scratch)) bad = 1;
     free(l);
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
@@ -1846,8 +1859,8 @@ def whole(name, value, low, high):
 
 def positive(name, value):
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        refuse(name, repr(value), "a positive finite number")
+    if not is_number or not 1e-37 < value < 3e38:
+        refuse(name, repr(value), "a positive number that single precision can hold")
     return float(value)
 
 def check_tensor(name, t, shape, device=None):
@@ -2113,8 +2126,8 @@ def queue(handle, x, pos):
 def follow(handle, stream):
     """lets this stream wait for the handle's last step, which was on another"""
     if torch.cuda.is_current_stream_capturing():
-        stream = None
-    elif handle.stream is not None:
+        return
+    if handle.stream is not None:
         last = torch.cuda.ExternalStream(handle.stream, device=handle.device)
         torch.cuda.current_stream(handle.device).wait_stream(last)
     handle.stream = stream
