@@ -1195,6 +1195,11 @@ DEVICE void soften(struct shared *s, float score[SIXTEENS][4], uint16_t *p, int 
 }
 
 /* stream: score a tile */
+DEVICE float add_low(float hi, float lo)   /* a score that has overflowed stays so */
+{
+    return fabsf(hi) == INFINITY ? hi : hi + lo;
+}
+
 DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K,
                        int keys, int tile)
 {
@@ -1213,9 +1218,10 @@ DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K
         }
     }
     for (int m = 0; m < SIXTEENS; m++)
-        for (int i = 0; i < 4; i++)
-            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? c[m][0][i] + c[m][1][i]
-                                                        : -INFINITY;
+        for (int i = 0; i < 4; i++) {
+            float sum = add_low(c[m][0][i], c[m][1][i]);
+            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? sum : -INFINITY;
+        }
     __syncwarp();
     soften(s, score, K, tile);
     __syncwarp();

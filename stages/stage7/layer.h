@@ -51,9 +51,9 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
 /* x, x_out: bf16 [d] on the device, not overlapping. Queues one step on the stream:
    writes row pos of both caches, then x_out. */
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream);
-/* The same with the position read on the device while the step runs, for graphs; it must
-   not change until the step has ended. Out of range: x_out becomes NaN, the caches stay
-   as they are, layer_status() remembers. */
+/* The same with the position read on the device while the step runs, for graphs; it
+   must not change until the step has ended. Out of range: x_out becomes NaN, the caches
+   stay as they are, layer_status() remembers. */
 int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x_out,
                   cudaStream_t stream);
 /* LAYER_BAD_POSITION once any step_at was out of range. Waits for the device. */

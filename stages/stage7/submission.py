@@ -1224,6 +1224,11 @@ DEVICE void soften(struct shared *s, float score[SIXTEENS][4], uint16_t *p, int 
 }
 
 /* stream: score a tile */
+DEVICE float add_low(float hi, float lo)   /* a score that has overflowed stays so */
+{
+    return fabsf(hi) == INFINITY ? hi : hi + lo;
+}
+
 DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K,
                        int keys, int tile)
 {
@@ -1242,9 +1247,10 @@ DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K
         }
     }
     for (int m = 0; m < SIXTEENS; m++)
-        for (int i = 0; i < 4; i++)
-            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? c[m][0][i] + c[m][1][i]
-                                                        : -INFINITY;
+        for (int i = 0; i < 4; i++) {
+            float sum = add_low(c[m][0][i], c[m][1][i]);
+            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? sum : -INFINITY;
+        }
     __syncwarp();
     soften(s, score, K, tile);
     __syncwarp();
@@ -1431,9 +1437,9 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
 /* x, x_out: bf16 [d] on the device, not overlapping. Queues one step on the stream:
    writes row pos of both caches, then x_out. */
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream);
-/* The same with the position read on the device while the step runs, for graphs; it must
-   not change until the step has ended. Out of range: x_out becomes NaN, the caches stay
-   as they are, layer_status() remembers. */
+/* The same with the position read on the device while the step runs, for graphs; it
+   must not change until the step has ended. Out of range: x_out becomes NaN, the caches
+   stay as they are, layer_status() remembers. */
 int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x_out,
                   cudaStream_t stream);
 /* LAYER_BAD_POSITION once any step_at was out of range. Waits for the device. */
