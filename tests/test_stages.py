@@ -34,6 +34,16 @@ STREAM_SHAPES = (["--d=64", "--ffn=64", "--n-q=64", "--n-kv=64", "--hd=64", "--p
                  ["--d=128", "--ffn=320", "--n-q=8", "--n-kv=4", "--hd=128", "--prefill=66"])
 
 
+# More units than are merged at once: too slow for ThreadSanitizer.
+UNITS = ["--d=64", "--ffn=64", "--n-q=16", "--n-kv=16", "--hd=64", "--prefill=1000"]
+
+
+def test_the_stream_over_many_units():
+    driver = tools.build("build/cpu/asan/stage7/driver")
+    status, output = tools.run([str(driver), *UNITS], CPU_SEED="1", CPU_SMS="2")
+    assert passed(status, output), f"exit status {status}:\n{output}"
+
+
 @pytest.mark.parametrize("build", ["asan", "tsan"])
 @pytest.mark.parametrize("shape", STREAM_SHAPES, ids=lambda s: "".join(s))
 def test_the_stream_in_other_shapes(shape, build):
