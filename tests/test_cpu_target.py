@@ -33,7 +33,8 @@ HANGS = {("poll", "3", "tsan")}
 
 @functools.lru_cache(None)
 def program(build):
-    """Compiles the programs for one build; returns the path."""
+    """Compiles the programs for one build; returns the path. Other processes may be running
+    what an earlier one built: a file is never written where one is run."""
     kernel, host, machine, link = BUILDS[build]
     cc = [os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-I", str(SOURCES), "-c"]
     with tools.alone():
@@ -44,8 +45,10 @@ def program(build):
         for (flags, source), output in zip(parts, objects):
             status, text = tools.run([*cc, *flags, str(SOURCES / source), "-o", output])
             assert status == 0, text
-        status, text = tools.run([cc[0], *link, *objects, "-lm", "-o", str(FOLDER / build)])
+        linked = FOLDER / f"{build}.new"
+        status, text = tools.run([cc[0], *link, *objects, "-lm", "-o", str(linked)])
         assert status == 0, text
+        linked.replace(FOLDER / build)
     return FOLDER / build
 
 

@@ -1,4 +1,5 @@
 """Measuring: what is checked before and after, the tables, the figures, the README."""
+import concurrent.futures
 import json
 import math
 import os
@@ -325,10 +326,22 @@ def test_the_products_are_checked_one_by_one(inputs):
 
 
 def test_a_time_box_closes():
-    with pytest.raises(TimeoutError):
+    """In a process of its own: a runner's tests are not always in the main thread."""
+    program = ("import measure\n"
+               "try:\n    with measure.at_most_seconds(1):\n        while True: pass\n"
+               "except TimeoutError as e: print(e)")
+    assert tools.run([sys.executable, "-c", program], timeout=60) == (0, "no result after 1 s\n")
+
+
+def test_outside_the_main_thread_a_time_box_is_open():
+    def enter():
         with measure.at_most_seconds(1):
-            while True:
-                pass
+            return 5
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(enter).result() == 5
+
+
+def test_a_failing_peer_is_none():
     assert measure.unless_it_fails("x", lambda: 1 / 0) is None
 
 
