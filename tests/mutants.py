@@ -29,8 +29,10 @@ ONE_KV = "--d=128 --ffn=192 --n-q=2 --n-kv=1 --hd=64 --prefill=70"     # 2 piece
 PIECES = "--d=128 --ffn=384 --n-q=4 --n-kv=2 --hd=64 --prefill=70"     # 2 pieces, equal
 OCTETS = "--d=64 --ffn=64 --n-q=12 --n-kv=1 --hd=64 --prefill=70"      # 12 heads a KV head
 UNITS = "--d=64 --ffn=64 --n-q=16 --n-kv=16 --hd=64 --prefill=1000"    # 8 units of 2 tiles
+LONG = "--d=64 --ffn=64 --n-q=65 --n-kv=65 --hd=64 --prefill=520"      # a unit of 9 tiles
 RUNS = {           # of each build: shape, CPU_SMS, seed
-    "plain": [(ONE_KV, 2, 1), (PIECES, 3, 2), (PIECES, 4, 3), (OCTETS, 2, 1), (UNITS, 3, 1)],
+    "plain": [(ONE_KV, 2, 1), (PIECES, 3, 2), (PIECES, 4, 3), (OCTETS, 2, 1), (UNITS, 3, 1),
+              (LONG, 3, 1)],
     "asan": [(ONE_KV, 3, 1), (PIECES, 3, 2)],
     "tsan": [(ONE_KV, 2, 1), (PIECES, 3, 2)],
 }
@@ -72,16 +74,21 @@ MUTANTS = [
     ("block's chunks of gate and up: one too many waited for",
      "return left > 0 ? (left - 1) / step + 1 : 0;", "return left > 0 ? left / step + 1 : 0;"),
     # mbarriers: counts, parities, bytes
-    ("tiles: one arrival too few expected", "mbarrier_init(&s->tiles, UNIT_TILES)",
-     "mbarrier_init(&s->tiles, UNIT_TILES - 1)"),
+    ("tiles: two arrivals expected of each", "mbarrier_init(s->tiles + i, 1)",
+     "mbarrier_init(s->tiles + i, 2)"),
     ("slot: two arrivals expected to free it", "mbarrier_init(s->empty + w, 1)",
      "mbarrier_init(s->empty + w, 2)"),
-    ("missing tiles not arrived for", "i < UNIT_TILES; i++) mbarrier_arrive(&s->tiles)",
-     "i < UNIT_TILES - 1; i++) mbarrier_arrive(&s->tiles)"),
+    ("a tile of a unit not waited for", "i < first + count; i++) {", "i < first + count - 1; i++) {"),
+    ("a tile does not wait for its place", "vector + vector_of_tile(t - start),", "vector,"),
+    ("a tile's place given away before it is merged",
+     "        merge_tiles(a, s, &m, i % UNIT_TILES, step);\n"
+     "        if (i + UNIT_TILES < tiles) publish(a, s, ++vector);\n",
+     "        if (i + UNIT_TILES < tiles) publish(a, s, ++vector);\n"
+     "        merge_tiles(a, s, &m, i % UNIT_TILES, step);\n"),
     ("consumers' parity never flips", "parity ^= 1)", "parity ^= 0)"),
     ("producer's parity never flips", "p->parities ^= (uint32_t)used << p->w;", "(void)used;"),
     ("producer's first wait does not pass", "evict_first(), 0, ~0u }", "evict_first(), 0, 0u }"),
-    ("parity of a block's second unit", "(uint32_t)turn & 1", "(uint32_t)turn & 0"),
+    ("parity of a block's second unit", "*parities ^= 1u << i;", ";"),
     ("half of the bytes expected", "(uint32_t)(4 * r.count * n)", "(uint32_t)(2 * r.count * n)"),
     # between blocks: waits, epochs, counts, order
     ("no wait for queries, keys and values",
@@ -127,8 +134,8 @@ MUTANTS = [
     ("last chunk of a piece of down not marked",
      "int last = c + a->g.warps * share.teams >= a->g.chunks[DOWN]",
      "int last = c + a->g.warps * share.teams > a->g.chunks[DOWN]"),
-    ("tag with the tile of the group, not of the unit", "t - first_tile(n, split), vector",
-     "t, vector"),
+    ("tag with the tile of the group, not of the unit", "{ ATTEND, unit, t - start, vector",
+     "{ ATTEND, unit, t, vector"),
     ("blocks beyond the last team work too", "s.team < s.teams ? b % pieces : pieces",
      "b % pieces"),
     ("each team does the chunks of all", "c < a->g.chunks[DOWN]; c += share.teams)",

@@ -356,7 +356,7 @@ enum {
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
     TILE_KEYS = 64,     /* keys of a tile */
-    UNIT_TILES = 7,     /* tiles of a unit at most */
+    UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
@@ -370,8 +370,7 @@ struct geometry {
     int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
     int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
     int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
-    int32_t unit_limit;        /* splits of a group beyond which units grow */
-    int32_t max_units;         /* splits of a group in the longest sequence */
+    int32_t max_units;         /* splits of a group at most, however long the sequence */
 };
 
 struct layer_args {
@@ -456,7 +455,7 @@ struct tag {
 
 struct shared {
     uint64_t full[MAX_WARPS], empty[MAX_WARPS];   /* mbarriers of the slots */
-    uint64_t tiles;                /* mbarrier: tiles of a unit that are summed */
+    uint64_t tiles[UNIT_TILES];    /* mbarriers: the tile in this place is summed */
     struct tag tag[MAX_WARPS];     /* what each slot holds */
     uint32_t vectors;              /* vectors put in place so far */
     uint32_t gated;                /* chunks of gate and up that are multiplied */
@@ -503,9 +502,7 @@ DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
 {
     struct span n;
     n.tiles = (int)(pos / TILE_KEYS) + 1;
-    n.units = (n.tiles + UNIT_TILES - 1) / UNIT_TILES;
-    if (n.units < a->g.unit_limit) n.units = a->g.unit_limit;
-    if (n.units > n.tiles) n.units = n.tiles;
+    n.units = n.tiles < a->g.max_units ? n.tiles : a->g.max_units;
     return n;
 }
 
@@ -531,6 +528,11 @@ DEVICE struct share share_of_down(const struct layer_args *a)
     s.team = b / pieces;
     s.first_piece = s.team < s.teams ? b % pieces : pieces;
     return s;
+}
+
+DEVICE int vector_of_tile(int item)   /* after the queries of its unit */
+{
+    return item < UNIT_TILES ? 0 : item - UNIT_TILES + 1;
 }
 
 DEVICE int chunks_of_block(const struct layer_args *a, int phase)
@@ -670,17 +672,19 @@ DEVICE void produce_down(const struct layer_args *a, struct shared *s,
 }
 
 /* stream: produce a unit of attention */
-DEVICE void produce_unit(const struct layer_args *a, struct shared *s,
-                         struct producer *p, struct span n, int64_t pos, int unit,
-                         int vector)
+DEVICE int produce_unit(const struct layer_args *a, struct shared *s,
+                        struct producer *p, struct span n, int64_t pos, int unit,
+                        int vector)   /* returns the next one */
 {
     int group = unit % a->g.groups, kv = group / a->g.octets;
-    int split = unit / a->g.groups;
-    for (int t = first_tile(n, split); t < first_tile(n, split + 1); t++) {
+    int split = unit / a->g.groups, start = first_tile(n, split);
+    int end = first_tile(n, split + 1);
+    for (int t = start; t < end; t++) {
         int64_t first = (int64_t)t * TILE_KEYS, old = pos - first;
         if (old > TILE_KEYS) old = TILE_KEYS;
         int64_t at = (kv * a->pos.rows + first) * a->hd;
-        struct tag tag = { ATTEND, unit, t - first_tile(n, split), vector, 0 };
+        struct tag tag = { ATTEND, unit, t - start, vector + vector_of_tile(t - start),
+                           0 };
         offer(s, p, tag, (uint32_t)(4 * old * a->hd));
         if (old) {
             copy(a, s, p, 0, a->k_cache + at, old * a->hd);
@@ -688,6 +692,7 @@ DEVICE void produce_unit(const struct layer_args *a, struct shared *s,
         }
         next_slot(a, p, 1);
     }
+    return vector + vector_of_tile(end - start - 1) + 1;
 }
 
 DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
@@ -698,7 +703,8 @@ DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
     for (int phase = QKV; phase < DOWN; phase++)
         if (phase != ATTEND) produce_rows(a, s, &p, phase, vector++);
         else for (int u = 0; u < units; u++)
-            produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x), vector++);
+            vector = produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x),
+                                  vector);
     for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
          piece += (int)gridDim.x)
         produce_down(a, s, &p, piece, vector++);
@@ -837,6 +843,16 @@ DEVICE void put_queries(const struct layer_args *a, int group)
     }
 }
 
+/* stream: wait for some tiles */
+DEVICE void wait_for_tiles(struct shared *s, int first, int count, uint32_t *parities)
+{
+    UNROLL(1)
+    for (int i = first; i < first + count; i++) {
+        mbarrier_wait(s->tiles + i, *parities >> i & 1);
+        *parities ^= 1u << i;
+    }
+}
+
 /* stream: merge the tiles of a unit */
 struct merged { float max, weight, sum[4]; };
 
@@ -849,19 +865,25 @@ DEVICE void merge(struct merged *m, float max, float weight, bits128 sum)
     m->max = larger;
 }
 
-DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, int tiles,
-                        int group, int split)
+DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, struct merged *m,
+                        int first, int count)
+{
+    int head = loader_thread(a) / 32, i = lane_id() * 4;
+    if (i >= a->hd) return;
+    UNROLL(1)
+    for (int t = first; t < first + count; t++)
+        merge(m, s->tile_max[t][head], s->tile_weight[t][head],
+              *(const bits128 *)(tile_sums(a, t) + head * a->hd + i));
+}
+
+DEVICE void store_unit(const struct layer_args *a, const struct merged *m, int group,
+                       int split)
 {
     int head = loader_thread(a) / 32, i = lane_id() * 4;
     int64_t at = ((int64_t)group * a->g.max_units + split) * HEADS + head;
     if (i >= a->hd) return;
-    struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
-    UNROLL(1)
-    for (int t = 0; t < tiles; t++)
-        merge(&m, s->tile_max[t][head], s->tile_weight[t][head],
-              *(const bits128 *)(tile_sums(a, t) + head * a->hd + i));
-    for (int j = 0; j < 4; j++) a->unit_sum[at * a->hd + i + j] = m.sum[j];
-    if (i == 0) a->unit_max[at] = m.max, a->unit_weight[at] = m.weight;
+    for (int j = 0; j < 4; j++) a->unit_sum[at * a->hd + i + j] = m->sum[j];
+    if (i == 0) a->unit_max[at] = m->max, a->unit_weight[at] = m->weight;
 }
 
 /* stream: merge the units of a group */
@@ -911,17 +933,22 @@ DEVICE void merge_units(const struct layer_args *a, struct span n, int group)
     if (loader_thread(a) == 0) atomic_add_release(counter(a, ATTEND, 0), 1);
 }
 
-DEVICE void attend_unit(const struct layer_args *a, struct shared *s, struct span n,
-                        int unit, int turn, uint32_t vector)
-{
+DEVICE uint32_t attend_unit(const struct layer_args *a, struct shared *s, struct span n,
+                            int unit, uint32_t *parities, uint32_t vector)
+{                                        /* returns the last vector that it published */
     int group = unit % a->g.groups, split = unit / a->g.groups, t = loader_thread(a);
     int tiles = first_tile(n, split + 1) - first_tile(n, split);
+    int step = tiles > UNIT_TILES ? 1 : tiles;
+    struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
     put_queries(a, group);
-    publish(a, s, vector);
-    if (t == 0)
-        for (int i = tiles; i < UNIT_TILES; i++) mbarrier_arrive(&s->tiles);
-    mbarrier_wait(&s->tiles, (uint32_t)turn & 1);
-    merge_tiles(a, s, tiles, group, split);
+    publish(a, s, ++vector);
+    UNROLL(1)
+    for (int i = 0; i < tiles; i += step) {
+        wait_for_tiles(s, i % UNIT_TILES, step, parities);
+        merge_tiles(a, s, &m, i % UNIT_TILES, step);
+        if (i + UNIT_TILES < tiles) publish(a, s, ++vector);
+    }
+    store_unit(a, &m, group, split);
     /* tell the others that the unit is done */
     loaders_meet();
     if (t == 0) {
@@ -932,19 +959,20 @@ DEVICE void attend_unit(const struct layer_args *a, struct shared *s, struct spa
     loaders_meet();
     if (s->arrived + 1 == (uint32_t)n.units) merge_units(a, n, group);
     loaders_meet();
+    return vector;
 }
 
 APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     uint32_t launch = a->launches[blockIdx.x];
-    uint32_t vector = 0;
+    uint32_t vector = 0, parities = 0;   /* parities: of the places of tiles, a bit each */
     struct span n = span_at(a, pos);
-    int units = units_of_block(a, n), t = loader_thread(a);
+    int t = loader_thread(a);
     put_vector(a, s, 0, a->x, a->in_norm, a->d);
     publish(a, s, ++vector);
-    if (units) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);
-    for (int u = 0; u < units; u++)
-        attend_unit(a, s, n, (int)(blockIdx.x + u * gridDim.x), u, ++vector);
+    if (units_of_block(a, n)) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);
+    for (int u = (int)blockIdx.x; u < n.units * a->g.groups; u += (int)gridDim.x)
+        vector = attend_unit(a, s, n, u, &parities, vector);
     wait_for_phase(a, ATTEND, 0, launch, a->g.groups);
     put_vector(a, s, a->attended, 0, 0, (int64_t)a->n_q * a->hd);
     publish(a, s, ++vector);
@@ -1277,14 +1305,15 @@ APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos
     int64_t tile = first_tile(span_at(a, pos), split) + tag.item;
     int64_t first = tile * TILE_KEYS;
     int keys = pos - first < TILE_KEYS ? (int)(pos - first) + 1 : TILE_KEYS;
+    int place = tag.item % UNIT_TILES;
     if (first + keys - 1 == pos) fetch_row(a, K, V, group / a->g.octets, pos, keys - 1);
-    score_tile(a, s, K, keys, tag.item);
-    sum_tile(a, K, V, keys, tag.item);
+    score_tile(a, s, K, keys, place);
+    sum_tile(a, K, V, keys, place);
     proxy_fence();
     __syncwarp();
     if (lane_id() == 0) {
         mbarrier_arrive(s->empty + w);
-        mbarrier_arrive(&s->tiles);
+        mbarrier_arrive(s->tiles + place);
     }
 }
 
@@ -1338,7 +1367,7 @@ whole_layer(const IN_PLACE struct layer_args a)
             mbarrier_init(s->full + w, 1);
             mbarrier_init(s->empty + w, 1);
         }
-        mbarrier_init(&s->tiles, UNIT_TILES);
+        for (int i = 0; i < UNIT_TILES; i++) mbarrier_init(s->tiles + i, 1);
         s->vectors = s->gated = 0;
         mbarrier_init_fence();
     }

@@ -22,7 +22,7 @@ enum {
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
     TILE_KEYS = 64,     /* keys of a tile */
-    UNIT_TILES = 7,     /* tiles of a unit at most */
+    UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
@@ -36,8 +36,7 @@ struct geometry {
     int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
     int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
     int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
-    int32_t unit_limit;        /* splits of a group beyond which units grow */
-    int32_t max_units;         /* splits of a group in the longest sequence */
+    int32_t max_units;         /* splits of a group at most, however long the sequence */
 };
 
 struct layer_args {
@@ -128,10 +127,7 @@ static void cut(struct geometry *g, const layer_config *c)
                              4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
     g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
     g->groups = (int32_t)c->n_kv * g->octets;
-    g->unit_limit = g->groups < 128 ? 128 / g->groups : 1;
-    int64_t tiles = (c->max_seq_len + TILE_KEYS - 1) / TILE_KEYS;
-    g->max_units = (int32_t)larger(g->unit_limit,
-                                   (tiles + UNIT_TILES - 1) / UNIT_TILES);
+    g->max_units = g->groups < 128 ? 128 / g->groups : 1;
     /* count the pairs and chunks of each product */
     g->pairs[QKV] = pairs_of(g->slot_bytes, c->d, c->hd / 2);
     g->pairs[OUT] = pairs_of(g->slot_bytes, q, 1 << 20);
