@@ -38,7 +38,8 @@ enum {
     LAYER_BAD_ALIGNMENT,  /* a device pointer not 16-byte aligned (a position: 8) */
     LAYER_BAD_SHAPE,      /* sizes this stage does not serve */
     LAYER_BAD_POSITION,   /* pos outside [0, max_seq_len) */
-    LAYER_BAD_DEVICE,     /* compute capability below 9.0, or not the layer's device */
+    LAYER_BAD_DEVICE,     /* compute capability below 9.0, not the layer's device, or
+                             without room for the grid */
     LAYER_NO_MEMORY,
     LAYER_CUDA_FAILED     /* the runtime refused; cudaGetLastError() says why */
 };
@@ -60,6 +61,8 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
 int layer_status(layer *l);
 /* NULL is allowed. Waits for steps still running. */
 int layer_teardown(layer *l);
+/* For the status of this thread's last refusal: the rule that was broken, with the
+   numbers, until the thread's next call. */
 const char *layer_strerror(int status);
 #ifdef __cplusplus
 }

@@ -64,6 +64,20 @@ struct layer {
     unsigned threads;
 };
 
+/* say which rule was broken */
+#include <stdarg.h>
+#include <stdio.h>
+static _Thread_local struct { int status; char rule[200]; } broken;
+
+static int refused(int status, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vsnprintf(broken.rule, sizeof broken.rule, format, args);
+    va_end(args);
+    return broken.status = status;
+}
+
 /* take a piece of scratch memory */
 static void *take(char **at, size_t bytes)
 {
@@ -98,6 +112,23 @@ static char *divide_scratch(layer *l, char *at)
 }
 
 /* one launch: describe the layer to the kernel */
+/* see whether the grid starts */
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream);
+
+static int try_grid(layer *l)
+{
+    struct position none = { NULL, -1, l->c.max_seq_len };
+    void *nowhere = l->args.x1;
+    if (!step(l, nowhere, none, nowhere, NULL))   /* then forget that pos was bad */
+        return cudaMemset(l->status, 0, sizeof *l->status) ? LAYER_CUDA_FAILED : LAYER_OK;
+    if (cudaPeekAtLastError() != cudaErrorCooperativeLaunchTooLarge)
+        return LAYER_CUDA_FAILED;
+    return refused(LAYER_BAD_DEVICE, "%d blocks of %u threads and %zu bytes of shared "
+                   "memory must be resident at once: %s", l->blocks, l->threads,
+                   l->shared, cudaGetErrorString(cudaGetLastError()));
+}
+
 static int prepare(layer *l)
 {
     struct layer_args *a = &l->args;
@@ -117,23 +148,34 @@ static int prepare(layer *l)
     if (cudaMemcpy((void *)a->turn, turn, sizeof(double) * (size_t)a->hd / 2,
                    cudaMemcpyHostToDevice))
         return LAYER_CUDA_FAILED;
-    /* reserve the shared memory */
+    return try_grid(l);
+}
+
+static int fit(layer *l)
+{
+    const layer_config *c = &l->c;
     int most, resident;
-    size_t numbers = (size_t)(a->d > a->ffn ? a->d : a->ffn);
-    size_t q = (size_t)(a->n_q * a->hd), rep = (size_t)(a->n_q / a->n_kv);
+    /* reserve the shared memory */
+    size_t numbers = (size_t)(c->d > c->ffn ? c->d : c->ffn);
+    size_t q = (size_t)(c->n_q * c->hd), rep = (size_t)(c->n_q / c->n_kv);
     if (numbers < q) numbers = q;
-    size_t tile = rep * (size_t)(a->hd + SPLIT_KEYS) + (size_t)(SPLIT_KEYS * a->hd / 2);
+    size_t tile = rep * (size_t)(c->hd + SPLIT_KEYS) + (size_t)(SPLIT_KEYS * c->hd / 2);
     if (numbers < tile) numbers = tile;
     l->shared = (numbers + 32) * sizeof(float), l->threads = BLOCK_THREADS;
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
-    if (l->shared > (size_t)most) return LAYER_BAD_SHAPE;
+    if (l->shared > (size_t)most)
+        return refused(LAYER_BAD_SHAPE, "d, ffn and n_q * hd must be at most %d on this "
+                       "device, and the largest is %zu", most / 4 - 32, numbers);
     if (cudaFuncSetAttribute((const void *)whole_layer,
                              cudaFuncAttributeMaxDynamicSharedMemorySize, most)
         || cudaOccupancyMaxActiveBlocksPerMultiprocessor(
                &resident, (const void *)whole_layer, (int)l->threads, l->shared))
         return LAYER_CUDA_FAILED;
-    if (resident < 1) return LAYER_BAD_SHAPE;
+    /* refuse a grid that is not resident as a whole */
+    if (resident < 1)
+        return refused(LAYER_BAD_DEVICE, "a block of %u threads and %zu bytes of shared "
+                       "memory does not fit on a multiprocessor", l->threads, l->shared);
     return LAYER_OK;
 }
 
@@ -172,15 +214,27 @@ static int check_pointers(const layer_weights *w, const void *k_cache,
 static int check_shape(const layer_config *c)
 {
     int64_t most = 1 << 24;   /* of any one size: products stay far below 2^63 */
-    if (c->d <= 0 || c->ffn <= 0 || c->n_q <= 0 || c->n_kv <= 0) return LAYER_BAD_SHAPE;
-    if (c->d > most || c->ffn > most || c->n_q > 4096) return LAYER_BAD_SHAPE;
-    if (c->max_seq_len <= 0 || c->max_seq_len > most) return LAYER_BAD_SHAPE;
-    if (c->hd != 64 && c->hd != 128) return LAYER_BAD_SHAPE;
-    if (c->d % 64 || c->ffn % 64) return LAYER_BAD_SHAPE;
-    if (c->n_q % c->n_kv || c->n_q / c->n_kv > 16) return LAYER_BAD_SHAPE;
-    if (!((float)c->eps > 1e-37f) || !isfinite((float)c->eps)) return LAYER_BAD_SHAPE;
-    if (!(c->theta > 0) || !isfinite(c->theta)) return LAYER_BAD_SHAPE;
-    if (c->max_blocks < 0) return LAYER_BAD_SHAPE;
+    int64_t rep = c->n_kv > 0 ? c->n_q / c->n_kv : 0;
+    const struct { int broken; const char *rule; int64_t given; } rules[] = {
+        /* the rules for a shape */
+        { c->d <= 0 || c->d > most || c->d % 64,
+          "d must be a multiple of 64 up to 16777216, and is %lld", c->d },
+        { c->ffn <= 0 || c->ffn > most || c->ffn % 64,
+          "ffn must be a multiple of 64 up to 16777216, and is %lld", c->ffn },
+        { c->hd != 64 && c->hd != 128, "hd must be 64 or 128, and is %lld", c->hd },
+        { c->n_q <= 0 || c->n_q > 4096, "n_q must be 1 to 4096, and is %lld", c->n_q },
+        { c->n_kv <= 0 || c->n_q % c->n_kv, "n_kv must divide n_q, and is %lld", c->n_kv },
+        { rep > 16, "at most 16 query heads may share a KV head, and %lld do", rep },
+        { c->max_seq_len <= 0 || c->max_seq_len > most,
+          "max_seq_len must be 1 to 16777216, and is %lld", c->max_seq_len },
+        { !((float)c->eps > 1e-37f) || !isfinite((float)c->eps),
+          "eps must be positive and finite in single precision", 0 },
+        { !(c->theta > 0) || !isfinite(c->theta), "theta must be positive and finite", 0 },
+        { c->max_blocks < 0, "max_blocks must not be negative, and is %lld", c->max_blocks },
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        if (rules[i].broken)
+            return refused(LAYER_BAD_SHAPE, rules[i].rule, (long long)rules[i].given);
     return LAYER_OK;
 }
 
@@ -192,7 +246,9 @@ static int check_device(int *device, int *sms)
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *device)
         || cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, *device))
         return LAYER_CUDA_FAILED;
-    return major < 9 ? LAYER_BAD_DEVICE : LAYER_OK;
+    return major >= 9 ? LAYER_OK
+         : refused(LAYER_BAD_DEVICE, "the device must have compute capability 9.0 or "
+                   "later, and has %d.x", major);
 }
 
 /* claim and clear the scratch memory */
@@ -201,7 +257,8 @@ static int claim_scratch(layer *l)
     size_t bytes = (size_t)divide_scratch(l, NULL);
     if (cudaMalloc((void **)&l->scratch, bytes)) {
         cudaGetLastError();
-        return LAYER_NO_MEMORY;
+        return refused(LAYER_NO_MEMORY, "there are no %zu bytes of device memory for "
+                       "scratch", bytes);
     }
     divide_scratch(l, l->scratch);
     return cudaMemset(l->scratch, 0, bytes) ? LAYER_CUDA_FAILED : LAYER_OK;
@@ -211,6 +268,7 @@ static int claim_scratch(layer *l)
 int layer_build(layer **out, const layer_config *c, const layer_weights *w,
                 void *k_cache, void *v_cache)
 {
+    broken.status = LAYER_OK;
     if (!out || !c || !w) return LAYER_BAD_ARGUMENT;
     *out = NULL;
     int device, sms, bad = check_shape(c);
@@ -222,7 +280,8 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
     l->c = *c, l->w = *w, l->k_cache = k_cache, l->v_cache = v_cache;
     l->device = device;
     l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
-    bad = claim_scratch(l);
+    bad = fit(l);
+    if (!bad) bad = claim_scratch(l);
     if (!bad) bad = prepare(l);
     if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
     if (bad) layer_teardown(l);
@@ -237,14 +296,18 @@ static int check_step(layer *l, const void *x, const void *x_out)
     if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
     if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
-    return device == l->device ? LAYER_OK : LAYER_BAD_DEVICE;
+    return device == l->device ? LAYER_OK
+         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d is "
+                   "current", l->device, device);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
 {
     int bad = check_step(l, x, x_out);
     if (bad) return bad;
-    if (pos < 0 || pos >= l->c.max_seq_len) return LAYER_BAD_POSITION;
+    if (pos < 0 || pos >= l->c.max_seq_len)
+        return refused(LAYER_BAD_POSITION, "pos must be 0 to %lld, and is %lld",
+                       (long long)l->c.max_seq_len - 1, (long long)pos);
     return step(l, x, (struct position){ NULL, pos, l->c.max_seq_len }, x_out, stream);
 }
 
@@ -286,11 +349,12 @@ const char *layer_strerror(int status)
         "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
         "divides n_q, at most 16 query heads a KV head, eps and theta positive",
         "position outside [0, max_seq_len)",
-        "wrong device: it must have compute capability 9.0 or later, and be the one "
-        "the layer was built on",
+        "wrong device: it must have compute capability 9.0 or later, be the one the "
+        "layer was built on, and have room for the grid",
         "out of device memory", "the CUDA runtime refused a call",
     };
     int known = status >= 0 && status < (int)(sizeof text / sizeof *text);
+    if (status && status == broken.status) return broken.rule;
     return known ? text[status] : "unknown status";
 }
 

@@ -92,6 +92,20 @@ struct layer {
     unsigned threads;
 };
 
+/* say which rule was broken */
+#include <stdarg.h>
+#include <stdio.h>
+static _Thread_local struct { int status; char rule[200]; } broken;
+
+static int refused(int status, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vsnprintf(broken.rule, sizeof broken.rule, format, args);
+    va_end(args);
+    return broken.status = status;
+}
+
 /* take a piece of scratch memory */
 static void *take(char **at, size_t bytes)
 {
@@ -103,11 +117,10 @@ static void *take(char **at, size_t bytes)
 /* stream: cut the layer into chunks */
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int32_t pairs_of(int64_t slot_bytes, int64_t columns, int64_t divides)
+static int32_t pairs_of(int64_t columns, int64_t divides)
 {
     int32_t pairs = 4;
-    while (pairs > 1 && (4 * pairs * columns > slot_bytes || divides % pairs))
-        pairs /= 2;
+    while (pairs > 1 && (4 * pairs * columns > 32768 || divides % pairs)) pairs /= 2;
     return pairs;
 }
 
@@ -118,21 +131,25 @@ static int32_t chunks_of(int64_t pairs, int32_t pairs_of_chunk)
 
 static void cut(struct geometry *g, const layer_config *c)
 {
-    int64_t q = c->n_q * c->hd, widest = larger(c->d, q), rep = c->n_q / c->n_kv;
+    int64_t q = c->n_q * c->hd, rep = c->n_q / c->n_kv;
+    int64_t widest = larger(larger(c->d, q), (c->ffn / 64 + PARTS - 1) / PARTS * 64);
     g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
     g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
     g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
-    g->slot_bytes = larger(4 * widest, 4 * TILE_KEYS * c->hd);
     g->vector_bytes = larger(4 * widest,
                              4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
     g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
     g->groups = (int32_t)c->n_kv * g->octets;
     g->max_units = g->groups < 128 ? 128 / g->groups : 1;
     /* count the pairs and chunks of each product */
-    g->pairs[QKV] = pairs_of(g->slot_bytes, c->d, c->hd / 2);
-    g->pairs[OUT] = pairs_of(g->slot_bytes, q, 1 << 20);
-    g->pairs[GATE_UP] = pairs_of(g->slot_bytes, c->d, 1 << 20);
-    g->pairs[DOWN] = pairs_of(g->slot_bytes, g->piece, 1 << 20);
+    int64_t columns[PHASES] = { [QKV] = c->d, [OUT] = q, [GATE_UP] = c->d,
+                                [DOWN] = g->piece };
+    g->slot_bytes = 4 * TILE_KEYS * c->hd;
+    for (int p = QKV; p < PHASES; p++) {
+        if (p == ATTEND) continue;
+        g->pairs[p] = pairs_of(columns[p], p == QKV ? c->hd / 2 : 4);
+        g->slot_bytes = larger(g->slot_bytes, 4 * g->pairs[p] * columns[p]);
+    }
     g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
     g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
     g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
@@ -145,7 +162,6 @@ static char *divide_scratch(layer *l, char *at)
     struct layer_args *a = &l->args;
     struct geometry *g = &a->g;
     size_t q = (size_t)(l->c.n_q * l->c.hd), f = sizeof(float), u = sizeof(uint32_t);
-    cut(g, &l->c);
     size_t units = (size_t)g->groups * (size_t)g->max_units * HEADS;
     l->status = a->status = take(&at, u);
     a->done = take(&at, (size_t)PHASES * PARTS * LINE * u);
@@ -169,6 +185,23 @@ static char *divide_scratch(layer *l, char *at)
 }
 
 /* stream: describe the layer to the kernel */
+/* see whether the grid starts */
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream);
+
+static int try_grid(layer *l)
+{
+    struct position none = { NULL, -1, l->c.max_seq_len };
+    void *nowhere = l->args.x1;
+    if (!step(l, nowhere, none, nowhere, NULL))   /* then forget that pos was bad */
+        return cudaMemset(l->status, 0, sizeof *l->status) ? LAYER_CUDA_FAILED : LAYER_OK;
+    if (cudaPeekAtLastError() != cudaErrorCooperativeLaunchTooLarge)
+        return LAYER_CUDA_FAILED;
+    return refused(LAYER_BAD_DEVICE, "%d blocks of %u threads and %zu bytes of shared "
+                   "memory must be resident at once: %s", l->blocks, l->threads,
+                   l->shared, cudaGetErrorString(cudaGetLastError()));
+}
+
 static int prepare(layer *l)
 {
     struct layer_args *a = &l->args;
@@ -188,13 +221,23 @@ static int prepare(layer *l)
     if (cudaMemcpy((void *)a->turn, turn, sizeof(double) * (size_t)a->hd / 2,
                    cudaMemcpyHostToDevice))
         return LAYER_CUDA_FAILED;
+    return try_grid(l);
+}
+
+static int fit(layer *l)
+{
+    struct layer_args *a = &l->args;
+    cut(&a->g, &l->c);
     /* stream: as many slots as fit */
     int most, resident;
     const void *kernel = (const void *)whole_layer;
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
     int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
-    if (slots < 2 || a->g.pieces > PARTS) return LAYER_BAD_SHAPE;
+    if (slots < 2)
+        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be at "
+                       "most %d on this device, and is %lld", PARTS,
+                       (most - 1024) / 12 / 64 * 64, (long long)a->g.vector_bytes / 4);
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
     l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
     l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
@@ -202,7 +245,10 @@ static int prepare(layer *l)
         || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
                                                          (int)l->threads, l->shared))
         return LAYER_CUDA_FAILED;
-    if (resident < 1) return LAYER_BAD_SHAPE;
+    /* refuse a grid that is not resident as a whole */
+    if (resident < 1)
+        return refused(LAYER_BAD_DEVICE, "a block of %u threads and %zu bytes of shared "
+                       "memory does not fit on a multiprocessor", l->threads, l->shared);
     return LAYER_OK;
 }
 
@@ -241,15 +287,27 @@ static int check_pointers(const layer_weights *w, const void *k_cache,
 static int check_shape(const layer_config *c)
 {
     int64_t most = 1 << 24;   /* of any one size: products stay far below 2^63 */
-    if (c->d <= 0 || c->ffn <= 0 || c->n_q <= 0 || c->n_kv <= 0) return LAYER_BAD_SHAPE;
-    if (c->d > most || c->ffn > most || c->n_q > 4096) return LAYER_BAD_SHAPE;
-    if (c->max_seq_len <= 0 || c->max_seq_len > most) return LAYER_BAD_SHAPE;
-    if (c->hd != 64 && c->hd != 128) return LAYER_BAD_SHAPE;
-    if (c->d % 64 || c->ffn % 64) return LAYER_BAD_SHAPE;
-    if (c->n_q % c->n_kv || c->n_q / c->n_kv > 16) return LAYER_BAD_SHAPE;
-    if (!((float)c->eps > 1e-37f) || !isfinite((float)c->eps)) return LAYER_BAD_SHAPE;
-    if (!(c->theta > 0) || !isfinite(c->theta)) return LAYER_BAD_SHAPE;
-    if (c->max_blocks < 0) return LAYER_BAD_SHAPE;
+    int64_t rep = c->n_kv > 0 ? c->n_q / c->n_kv : 0;
+    const struct { int broken; const char *rule; int64_t given; } rules[] = {
+        /* the rules for a shape */
+        { c->d <= 0 || c->d > most || c->d % 64,
+          "d must be a multiple of 64 up to 16777216, and is %lld", c->d },
+        { c->ffn <= 0 || c->ffn > most || c->ffn % 64,
+          "ffn must be a multiple of 64 up to 16777216, and is %lld", c->ffn },
+        { c->hd != 64 && c->hd != 128, "hd must be 64 or 128, and is %lld", c->hd },
+        { c->n_q <= 0 || c->n_q > 4096, "n_q must be 1 to 4096, and is %lld", c->n_q },
+        { c->n_kv <= 0 || c->n_q % c->n_kv, "n_kv must divide n_q, and is %lld", c->n_kv },
+        { rep > 16, "at most 16 query heads may share a KV head, and %lld do", rep },
+        { c->max_seq_len <= 0 || c->max_seq_len > most,
+          "max_seq_len must be 1 to 16777216, and is %lld", c->max_seq_len },
+        { !((float)c->eps > 1e-37f) || !isfinite((float)c->eps),
+          "eps must be positive and finite in single precision", 0 },
+        { !(c->theta > 0) || !isfinite(c->theta), "theta must be positive and finite", 0 },
+        { c->max_blocks < 0, "max_blocks must not be negative, and is %lld", c->max_blocks },
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        if (rules[i].broken)
+            return refused(LAYER_BAD_SHAPE, rules[i].rule, (long long)rules[i].given);
     return LAYER_OK;
 }
 
@@ -261,7 +319,9 @@ static int check_device(int *device, int *sms)
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *device)
         || cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, *device))
         return LAYER_CUDA_FAILED;
-    return major < 9 ? LAYER_BAD_DEVICE : LAYER_OK;
+    return major >= 9 ? LAYER_OK
+         : refused(LAYER_BAD_DEVICE, "the device must have compute capability 9.0 or "
+                   "later, and has %d.x", major);
 }
 
 /* claim and clear the scratch memory */
@@ -270,7 +330,8 @@ static int claim_scratch(layer *l)
     size_t bytes = (size_t)divide_scratch(l, NULL);
     if (cudaMalloc((void **)&l->scratch, bytes)) {
         cudaGetLastError();
-        return LAYER_NO_MEMORY;
+        return refused(LAYER_NO_MEMORY, "there are no %zu bytes of device memory for "
+                       "scratch", bytes);
     }
     divide_scratch(l, l->scratch);
     return cudaMemset(l->scratch, 0, bytes) ? LAYER_CUDA_FAILED : LAYER_OK;
@@ -280,6 +341,7 @@ static int claim_scratch(layer *l)
 int layer_build(layer **out, const layer_config *c, const layer_weights *w,
                 void *k_cache, void *v_cache)
 {
+    broken.status = LAYER_OK;
     if (!out || !c || !w) return LAYER_BAD_ARGUMENT;
     *out = NULL;
     int device, sms, bad = check_shape(c);
@@ -291,7 +353,8 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
     l->c = *c, l->w = *w, l->k_cache = k_cache, l->v_cache = v_cache;
     l->device = device;
     l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
-    bad = claim_scratch(l);
+    bad = fit(l);
+    if (!bad) bad = claim_scratch(l);
     if (!bad) bad = prepare(l);
     if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
     if (bad) layer_teardown(l);
@@ -306,14 +369,18 @@ static int check_step(layer *l, const void *x, const void *x_out)
     if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
     if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
-    return device == l->device ? LAYER_OK : LAYER_BAD_DEVICE;
+    return device == l->device ? LAYER_OK
+         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d is "
+                   "current", l->device, device);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
 {
     int bad = check_step(l, x, x_out);
     if (bad) return bad;
-    if (pos < 0 || pos >= l->c.max_seq_len) return LAYER_BAD_POSITION;
+    if (pos < 0 || pos >= l->c.max_seq_len)
+        return refused(LAYER_BAD_POSITION, "pos must be 0 to %lld, and is %lld",
+                       (long long)l->c.max_seq_len - 1, (long long)pos);
     return step(l, x, (struct position){ NULL, pos, l->c.max_seq_len }, x_out, stream);
 }
 
@@ -355,11 +422,12 @@ const char *layer_strerror(int status)
         "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
         "divides n_q, at most 16 query heads a KV head, eps and theta positive",
         "position outside [0, max_seq_len)",
-        "wrong device: it must have compute capability 9.0 or later, and be the one "
-        "the layer was built on",
+        "wrong device: it must have compute capability 9.0 or later, be the one the "
+        "layer was built on, and have room for the grid",
         "out of device memory", "the CUDA runtime refused a call",
     };
     int known = status >= 0 && status < (int)(sizeof text / sizeof *text);
+    if (status && status == broken.status) return broken.rule;
     return known ? text[status] : "unknown status";
 }
 
