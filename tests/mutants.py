@@ -29,12 +29,12 @@ ONE_KV = "--d=128 --ffn=192 --n-q=2 --n-kv=1 --hd=64 --prefill=70"     # 2 piece
 PIECES = "--d=128 --ffn=384 --n-q=4 --n-kv=2 --hd=64 --prefill=70"     # 2 pieces, equal
 OCTETS = "--d=64 --ffn=64 --n-q=12 --n-kv=1 --hd=64 --prefill=70"      # 12 heads a KV head
 UNITS = "--d=64 --ffn=64 --n-q=16 --n-kv=16 --hd=64 --prefill=1000"    # 8 units of 2 tiles
-LONG = "--d=64 --ffn=64 --n-q=65 --n-kv=65 --hd=64 --prefill=520"      # a unit of 9 tiles
+LONG = "--d=64 --ffn=64 --n-q=65 --n-kv=65 --hd=64 --rows=640 --at=600,5"   # 10 tiles a unit
 RUNS = {           # of each build: shape, CPU_SMS, seed
     "plain": [(ONE_KV, 2, 1), (PIECES, 3, 2), (PIECES, 4, 3), (OCTETS, 2, 1), (UNITS, 3, 1),
               (LONG, 3, 1)],
     "asan": [(ONE_KV, 3, 1), (PIECES, 3, 2)],
-    "tsan": [(ONE_KV, 2, 1), (PIECES, 3, 2)],
+    "tsan": [(ONE_KV, 2, 1), (PIECES, 3, 2), (LONG, 2, 1)],
 }
 
 # name, the text, what takes its place; REASONS says why some are not caught.

@@ -55,6 +55,7 @@ struct options {
     uint64_t seed;
     int samples, probe, csv, quick;
     const char *timeline; /* the file it goes to */
+    const char *at;       /* positions, with commas between: check only these */
 };
 static struct options opt = {
 #ifdef CUDA_CPU_TARGET
@@ -71,13 +72,15 @@ static struct options opt = {
 static int shape_given;
 
 static const char *const help =
-    "usage: driver [--d=N --ffn=N --n-q=N --n-kv=N --hd=N] [--prefill=N] [--seed=N]\n"
-    "              [--samples=N] [--quick] [--probe] [--csv]\n"
+    "usage: driver [--d=N --ffn=N --n-q=N --n-kv=N --hd=N] [--prefill=N] [--rows=N]\n"
+    "              [--seed=N] [--samples=N] [--quick] [--probe] [--csv] [--at=P,P,...]\n"
     "Checks this stage of the decoder layer against the oracle, then measures it on\n"
     "the GPU. Without a GPU (built for the CPU target) it checks small shapes only.\n"
     "  --d= --ffn= --n-q= --n-kv= --hd=   the shape; default: a 70B-class layer on a\n"
     "                GPU, two small ones without\n"
     "  --prefill=N   cache rows filled before the first step (default 4096; 150)\n"
+    "  --rows=N      of the cache (default: 128 more than are filled)\n"
+    "  --at=P,P,...  check the steps at these positions, in this order, and no more\n"
     "  --seed=N      of the inputs (default 1)\n"
     "  --samples=N   timed samples of 32 steps each (default 15)\n"
     "  --quick       check only the last timed step\n"
@@ -100,6 +103,7 @@ static void set_option(const char *name, const char *value)
     struct { const char *name; int64_t *to; } shape[] = {
         { "d", &opt.c.d }, { "ffn", &opt.c.ffn }, { "n-q", &opt.c.n_q },
         { "n-kv", &opt.c.n_kv }, { "hd", &opt.c.hd }, { "prefill", &opt.prefill },
+        { "rows", &opt.c.max_seq_len },
     };
     for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
         if (!strcmp(name, shape[i].name)) {
@@ -108,6 +112,7 @@ static void set_option(const char *name, const char *value)
             return;
         }
     if (!strcmp(name, "seed")) opt.seed = (uint64_t)number(value, name);
+    else if (!strcmp(name, "at")) opt.at = value;
     else if (!strcmp(name, "samples")) opt.samples = (int)number(value, name);
 #ifdef TIMERS
     else if (!strcmp(name, "timeline")) opt.timeline = value;
@@ -131,7 +136,7 @@ static void read_options(int argc, char **argv)
         }
     }
     if (opt.samples < 3) die(2, "--samples= must be at least 3");
-    opt.c.max_seq_len = opt.prefill + 128;
+    if (!opt.c.max_seq_len) opt.c.max_seq_len = opt.prefill + 128;
 }
 
 /* driver: sets of weights and caches */
@@ -151,7 +156,8 @@ static float scale_of(int tensor)
 {
     double fan_in = tensor == WO ? (double)(opt.c.n_q * opt.c.hd)
                   : tensor == DOWN ? (double)opt.c.ffn
-                  : tensor >= WQ && tensor <= UP ? (double)opt.c.d : 1;
+                  : tensor >= WQ && tensor <= UP ? (double)opt.c.d
+                  : tensor == V_CACHE && opt.at ? 1 / (double)opt.c.max_seq_len : 1;
     if (tensor == IN_NORM || tensor == POST_NORM) return (float)(0.1 / 65536);
     return (float)((tensor >= SMALL_X ? 1e-3 : 1) / (65536 * sqrt(fan_in)));
 }
@@ -479,22 +485,49 @@ static void check_refusals(struct set *s, struct host *h)
     verdict(right, "bad positions, alignments, pointers and shapes are refused");
 }
 
+static int64_t largest_position(const char *at)   /* of those listed */
+{
+    int64_t largest = 0;
+    for (char *end; *at; at = *end ? end + 1 : end) {
+        int64_t pos = strtoll(at, &end, 10);
+        if (end == at || (*end && *end != ',') || pos < 0 || pos >= opt.c.max_seq_len)
+            die(2, "--at= takes positions below %lld with commas between, not '%s'",
+                (long long)opt.c.max_seq_len, at);
+        if (pos > largest) largest = pos;
+    }
+    return largest;
+}
+
+static void check_positions(struct set *s, struct host *h)
+{
+    char *end;
+    for (const char *at = opt.at; *at; at = *end ? end + 1 : end) {
+        int64_t largest = largest_position(at);
+        if (largest + 1 < opt.c.max_seq_len) poison_rows(s, h, largest + 1);
+        check_position(s, h, strtoll(at, &end, 10));
+    }
+}
+
 static void check_all(struct set *s)
 {
     struct host h;
     copy_set(&h, s);
     verdict(generator_agrees(&h, opt.seed), "device and C generate the same inputs");
-    poison_rows(s, &h, opt.prefill + 2);
-    check_position(s, &h, opt.prefill);
-    check_position(s, &h, 0);
-    check_position(s, &h, opt.prefill + 1);
-    x_tensor = SMALL_X;   /* so small that eps matters */
-    check_position(s, &h, opt.prefill + 1);
-    x_tensor = X;
-    check_repeats(s, &h, opt.prefill + 1);
-    check_neighbour(s, &h, opt.prefill + 1);
-    check_refusals(s, &h);
-    check_step_at(s, &h, opt.prefill + 1);
+    if (opt.at) check_positions(s, &h);
+    else {
+        /* check whatever a step may do */
+        poison_rows(s, &h, opt.prefill + 2);
+        check_position(s, &h, opt.prefill);
+        check_position(s, &h, 0);
+        check_position(s, &h, opt.prefill + 1);
+        x_tensor = SMALL_X;   /* so small that eps matters */
+        check_position(s, &h, opt.prefill + 1);
+        x_tensor = X;
+        check_repeats(s, &h, opt.prefill + 1);
+        check_neighbour(s, &h, opt.prefill + 1);
+        check_refusals(s, &h);
+        check_step_at(s, &h, opt.prefill + 1);
+    }
     void *mine[] = { h.arena, h.before, h.x, h.out, h.again, h.expected };
     for (size_t i = 0; i < sizeof mine / sizeof *mine; i++) free(mine[i]);
 }
@@ -912,7 +945,7 @@ static void run_shape(const struct cudaDeviceProp *p)
     if (opt.timeline) record_timeline(sets, p);
 #endif
 #ifndef CUDA_CPU_TARGET
-    if (!opt.timeline) {
+    if (!opt.timeline && !opt.at) {
         /* draw the other sets and measure */
         struct figures f = { 0 };
         for (int i = 1; i < SETS; i++) draw_set(&sets[i], opt.seed + (uint64_t)i);
