@@ -39,6 +39,8 @@ help:
 	@echo '                  DEBUG=1 kernels whose waits are bounded and name what they wait for'
 	@echo 'make grade        all gates of the contract on a GPU -> data/grade.json; SUBMISSION= another file'
 	@echo 'make ladder       measures all stages in one run on a GPU -> data/ladder.csv; STAGES="0 5 7" some'
+	@echo 'make shapes       measures stage 7 on other layers of the Llama family -> data/shapes.csv;'
+	@echo '                  ONLY="70b mistral" some'
 	@echo 'make traffic      bytes read and written by stages 4 and 5, by the hardware counters'
 	@echo 'make peers        measures PyTorch and the cuBLAS products beside stage 7 -> data/peers.csv'
 	@echo 'make timeline     when each multiprocessor worked on which phase -> data/timeline-N.csv; N=7 one stage'
@@ -292,12 +294,16 @@ python=$$($(python_with_a_gpu)); \
 "$$python" measure.py $(1)
 endef
 
-.PHONY: ladder peers plots
+.PHONY: ladder peers shapes plots
 ladder: | $(FIRST)
 	@$(call measure,ladder $(if $(STAGES),--stages '$(STAGES)'),$(or $(STAGES),$(STAGES_HERE)))
 
 peers: | $(FIRST) $(filter ladder,$(MAKECMDGOALS))
 	@$(call measure,peers,7)
+
+# Under two minutes of an H200.
+shapes: | $(FIRST) $(filter ladder peers,$(MAKECMDGOALS))
+	@$(call measure,shapes $(if $(ONLY),--only '$(ONLY)'),7)
 
 # By ncu, on the drivers of the stages themselves.
 .PHONY: traffic
@@ -320,7 +326,7 @@ timeline: | $(FIRST)
 	    COMMIT="$$(git describe --always --dirty=+ --abbrev=12 2>/dev/null || echo "$${COMMIT:-unknown}")"; \
 	for n in $(N); do build/gpu-timers/stage$$n/driver --timeline=data/timeline-$$n.csv; done
 
-plots: | $(FIRST) $(filter ladder peers timeline,$(MAKECMDGOALS))
+plots: | $(FIRST) $(filter ladder peers shapes timeline,$(MAKECMDGOALS))
 	@command -v gnuplot >/dev/null || { echo 'plots: gnuplot is missing; make deps-paper installs it'; exit 1; }
 	@python3 plots/draw.py
 	@python3 plots/tables.py README.md

@@ -3,8 +3,9 @@
 
     measure.py ladder [--stages "0 5 7"]   all stages, or some   -> data/ladder.csv
     measure.py peers                       PyTorch and cuBLAS    -> data/peers.csv
+    measure.py shapes [--only "llama 72b"] stage 7, other layers -> data/shapes.csv
 
-Both draw SETS sets of weights and caches and let them take turns, so that no step finds
+All draw SETS sets of weights and caches and let them take turns, so that no step finds
 its weights in the L2 cache. A sample is STEPS steps at the positions prefill,
 prefill + 1, ...; its time is taken by events on the device and divided by STEPS. Whatever
 is timed is checked against float64 before, and its last timed step after.
@@ -57,9 +58,9 @@ def require(holds, text):
         raise Failed(text)
 
 
-def set_of(i):
+def set_of(i, sets=SETS):
     """Which set the i-th step of a sample uses; the last step of a sample uses set 0."""
-    return (STEPS - 1 - i) % SETS
+    return (STEPS - 1 - i) % sets
 
 
 # ------------------------------------------------------------------------------- inputs
@@ -68,10 +69,10 @@ class Inputs:
     """What all contestants share: weights[set], caches[set] (never written; each
     contestant has its own copy), and xs: (STEPS, d) bf16, x of the step at prefill + i."""
 
-    def __init__(self, shape, seed, device="cuda"):
+    def __init__(self, shape, seed, device="cuda", sets=SETS):
         self.shape, self.seed, self.device = shape, seed, device
-        self.weights = [reference.make_weights(shape, seed + s, device) for s in range(SETS)]
-        self.caches = [reference.make_cache(shape, seed + s, device) for s in range(SETS)]
+        self.weights = [reference.make_weights(shape, seed + s, device) for s in range(sets)]
+        self.caches = [reference.make_cache(shape, seed + s, device) for s in range(sets)]
         self.xs = torch.cat([reference.make_x(shape, seed, shape.prefill + i, device)
                              for i in range(STEPS)])
 
@@ -88,6 +89,7 @@ def step_bytes(shape):
 class Contestant:
     """Something that can be timed. A subclass gives `step` and `errors`."""
     name = title = ""
+    sets = SETS                       # of weights and caches that take turns
     tolerance = reference.TOLERANCE   # of the output and the cache rows, against float64
 
     def step(self, i, s):
@@ -103,12 +105,12 @@ class Contestant:
 
     def lead_in(self):
         """What is queued just before a sample, so that the GPU is busy as timing starts."""
-        for i in range(SETS):
-            self.step(i, set_of(i))
+        for i in range(self.sets):
+            self.step(i, set_of(i, self.sets))
 
     def sample(self):
         for i in range(STEPS):
-            self.last = self.step(i, set_of(i))
+            self.last = self.step(i, set_of(i, self.sets))
 
     def check(self, out, i, s, when):
         """Fails unless the output and the rows are within the tolerance; returns the
@@ -121,7 +123,7 @@ class Contestant:
 
     def check_first(self):
         errors = []
-        for s in range(SETS):
+        for s in range(self.sets):
             self.poison()
             errors.append(self.check(self.step(0, s), 0, s, f"first step on set {s}"))
         return max(errors)
@@ -134,7 +136,7 @@ class LayerContestant(Contestant):
     """One that computes the whole layer, on its own copies of the caches."""
 
     def __init__(self, inputs):
-        self.inputs = inputs
+        self.inputs, self.sets = inputs, len(inputs.weights)
         self.caches = [reference.clone_cache(cache) for cache in inputs.caches]
 
     def errors(self, out, i, s):
@@ -155,7 +157,7 @@ class LayerContestant(Contestant):
     def check_first(self):
         """Then all positions of all sets, so that later steps find no row empty."""
         error = super().check_first()
-        for s in range(SETS):
+        for s in range(self.sets):
             for i in range(STEPS):
                 self.step(i, s)
         return error
@@ -206,7 +208,7 @@ class Stage(LayerContestant):
         row = inputs.xs[0].numel() * 2   # bytes
         self.x_at = [inputs.xs.data_ptr() + i * row for i in range(STEPS)]
         self.out_at = [self.results.data_ptr() + i * row for i in range(STEPS)]
-        self.handles = [self.build(s) for s in range(SETS)]
+        self.handles = [self.build(s) for s in range(self.sets)]
 
     def ok(self, status, what):
         if status:
@@ -309,7 +311,8 @@ def noise_of(contestant, samples):
 def count_launches(contestant):
     """Everything the GPU does in a step (kernels, copies, fills), by the profiler."""
     def run():
-        contestant.kept = [contestant.step(i, set_of(i)) for i in range(PROFILED)]
+        contestant.kept = [contestant.step(i, set_of(i, contestant.sets))
+                           for i in range(PROFILED)]
     found = reference.activities(reference.device_trace(run))
     require(found, f"{contestant.name}: the profiler saw nothing")
     return len(found) / PROFILED
@@ -654,7 +657,100 @@ def command_peers(args):
     say(f"{args.out}: {len(rows)} rows")
 
 
-# ----------------------------------------------------------------------------- commands
+# ------------------------------------------------------------------------------- shapes
+
+# The layers that stage 7 is measured on: name, sizes, keys in the cache.
+MODELS = {
+    "llama-3-8b": dict(d=4096, ffn=14336, n_q=32, n_kv=8, hd=128),
+    "llama-3-70b": dict(d=8192, ffn=28672, n_q=64, n_kv=8, hd=128),
+    "llama-3.2-1b": dict(d=2048, ffn=8192, n_q=32, n_kv=8, hd=64),
+    "llama-3.2-3b": dict(d=3072, ffn=8192, n_q=24, n_kv=8, hd=128),
+    "qwen2.5-7b": dict(d=3584, ffn=18944, n_q=28, n_kv=4, hd=128),
+    "qwen2.5-72b": dict(d=8192, ffn=29568, n_q=64, n_kv=8, hd=128),
+    "mistral-7b": dict(d=4096, ffn=14336, n_q=32, n_kv=8, hd=128),
+}
+LENGTHS = {name: (4096,) for name in MODELS}
+LENGTHS["llama-3-70b"] = (128, 4096, 32768, 131072)
+ROTATED_BYTES, MOST_SETS = 5e9, 8   # sets enough for as many bytes, but no more sets
+
+
+def shapes_of(only=()):
+    """[(name, Shape)], of those whose name contains one of the words, if there are any."""
+    return [(name, reference.Shape(prefill=keys, max_seq_len=keys + 128, **sizes))
+            for name, sizes in MODELS.items() for keys in LENGTHS[name]
+            if not only or any(word in name for word in only)]
+
+
+def sets_for(shape):
+    """How many sets take turns: a small layer needs more of them to leave the L2 cache."""
+    return max(SETS, min(MOST_SETS, math.ceil(ROTATED_BYTES / step_bytes(shape))))
+
+
+def inputs_of(shape, seed, sets):
+    """As for the ladder, but for the values, which grow with the square root of the number
+    of keys: otherwise their mean is so small that an error of attention would not show."""
+    inputs = Inputs(shape, seed, sets=sets)
+    for cache in inputs.caches:
+        cache[0][1].mul_(math.sqrt(shape.prefill))
+    return inputs
+
+
+def measure_shape(shape, seed, samples, twice=False):
+    """(title, us of each sample, error, noise): noise as of the ladder, if asked for."""
+    stage = Stage(7, inputs_of(shape, seed, sets_for(shape)))
+    error = stage.check_first()
+    noise = noise_of(stage, samples) if twice else None
+    times = in_turns([stage], samples)[stage.name]
+    timed(stage)
+    error = max(error, stage.check_last())
+    stage.teardown()
+    return stage.title, times, error, noise
+
+
+def launches_of(shape, seed):
+    """Launches of a step, by the profiler: what the stage claims, or a failure."""
+    stage = Stage(7, inputs_of(shape, seed, 1))
+    counted = count_launches(stage)
+    stage.teardown()
+    require(counted == stage.launches,
+            f"{counted:g} launches a step, not the {stage.launches} it claims")
+    return counted
+
+
+def measure_shapes(shapes, seed, samples):
+    """(header, rows) of data/shapes.csv for these (name, Shape)."""
+    limits, measured, noise = bandwidths(), [], None
+    for name, shape in shapes:
+        title, times, error, pair = measure_shape(shape, seed, samples, twice=noise is None)
+        noise = noise or f"{name}, {shape.prefill} keys, twice: {pair_text(pair)}"
+        measured.append((title, times, error))
+        torch.cuda.empty_cache()
+        say(f"{name}, {shape.prefill} keys, {sets_for(shape)} sets: "
+            f"{statistics.median(times):.2f} us, error {error:.1e} of float64")
+    limits = best(limits, bandwidths())
+    prove_profiler()   # last, as for the ladder
+    rows = []
+    for (name, shape), (title, times, error) in zip(shapes, measured):
+        what = dict(shape=name, d=shape.d, ffn=shape.ffn, n_q=shape.n_q, n_kv=shape.n_kv,
+                    hd=shape.hd, keys=shape.prefill, stage=7)
+        rows.append(row_of(what, title, times, step_bytes(shape), limits,
+                           shape.floor_bytes(STEPS), launches=launches_of(shape, seed),
+                           rel_err=error))
+        torch.cuda.empty_cache()
+        print_row(f"{name}, {shape.prefill} keys", rows[-1])
+    protocol = protocol_of(samples).replace(
+        f"{SETS} sets", f"{SETS} to {MOST_SETS} sets (of 5 GB together, where 8 are enough)")
+    return header_of(protocol.replace("in turns in one process", "one shape after the other"),
+                     noise=noise), rows
+
+
+def command_shapes(args):
+    shapes = shapes_of(args.only.replace(",", " ").split())
+    require(shapes, f"no shape is called {args.only}; there are {', '.join(MODELS)}")
+    header, rows = measure_shapes(shapes, args.seed, args.samples)
+    tables.write_whole(args.out, tables.text_of(tables.SHAPES, header, rows))
+    say(f"{args.out}: {len(rows)} rows")
+
 
 # ------------------------------------------------------------------------------ traffic
 
@@ -697,6 +793,8 @@ def command_traffic(args):
     tables.write_whole(args.out, text)
 
 
+# ----------------------------------------------------------------------------- commands
+
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="measure.py", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -710,7 +808,10 @@ def parse(arguments):
                                   "writes, by the hardware counters -> data/traffic.csv")
     traffic.add_argument("--stages", default="4 5", help="which; default 4 5")
     traffic.set_defaults(function=command_traffic, out=str(ROOT / "data" / "traffic.csv"))
-    for command in (ladder, peers, traffic):
+    shapes = commands.add_parser("shapes", help="stage 7 on other layers -> data/shapes.csv")
+    shapes.add_argument("--only", default="", help='those whose name has a word: "70b mistral"')
+    shapes.set_defaults(function=command_shapes, out=str(ROOT / "data" / "shapes.csv"))
+    for command in (ladder, peers, traffic, shapes):
         command.add_argument("--out", help="the file written", default=argparse.SUPPRESS)
         command.add_argument("--samples", type=int, default=15, help="of each; default 15")
         command.add_argument("--seed", type=int, default=1, help="of the inputs; default 1")

@@ -16,11 +16,13 @@ NUMBERS = ("launches", "us_median", "us_p10", "us_p90", "us_graph_median", "toke
            "bytes", "copy_tbs", "read_tbs", "x_copy_floor", "x_read_limit", "rel_err")
 LADDER = ("stage", "title") + NUMBERS   # data/ladder.csv, one row a stage, in its order
 PEERS = ("peer", "title") + NUMBERS     # data/peers.csv
+SIZES = ("d", "ffn", "n_q", "n_kv", "hd", "keys")
+SHAPES = ("shape",) + SIZES + LADDER    # data/shapes.csv, one row a layer and length
 TIMELINE = ("sm", "phase", "start_us", "end_us")   # data/timeline-N.csv
 FORMATS = dict(launches="{:.0f}", us_median="{:.2f}", us_p10="{:.2f}", us_p90="{:.2f}",
                us_graph_median="{:.2f}", tokens_per_s="{:.1f}", bytes="{:.0f}",
                copy_tbs="{:.4f}", read_tbs="{:.4f}", x_copy_floor="{:.4f}",
-               x_read_limit="{:.4f}", rel_err="{:.3e}")
+               x_read_limit="{:.4f}", rel_err="{:.3e}", **{name: "{:.0f}" for name in SIZES})
 PROVENANCE = ("gpu", "driver", "cuda", "clocks", "commit", "date", "protocol")
 
 
@@ -80,7 +82,7 @@ def number(text, where):
     return value
 
 
-def read(path, columns, words=("title", "peer", "phase"), needed=()):
+def read(path, columns, words=("title", "peer", "phase", "shape"), needed=()):
     """(header, rows) of a table: {key: value} and [{column: text, float or None}].
 
     `words` are the columns that hold text; `needed` may not be empty in any row.
@@ -123,6 +125,11 @@ def read_peers(path):
     return read(path, PEERS, needed=("peer", "title", "us_median", "us_p10", "us_p90"))
 
 
+def read_shapes(path):
+    return read(path, SHAPES, needed=("shape", *SIZES, "title", "launches", "us_median",
+                                      "us_p10", "us_p90", "bytes", "x_read_limit"))
+
+
 def read_timeline(path):
     return read(path, TIMELINE, needed=TIMELINE)
 
@@ -142,6 +149,23 @@ def place(header):
     known += [f"{name} {header[key]}" for key, name in (("driver", "driver"), ("cuda", "CUDA"),
                                                         ("commit", "commit")) if key in header]
     return ", ".join(known + [header.get("date", "")[:10]])
+
+
+def layer_markdown(header, rows):
+    """The README's table of the layers that stage 7 was measured on."""
+    columns = ["layer", "keys", "d", "ffn", "heads", "MB a step", "µs a layer (p10 to p90)",
+               "× copy floor", "× read limit", "tokens/s", "error"]
+    lines = [columns, ["---:" if i else "---" for i in range(len(columns))]]
+    for row in rows:
+        lines.append([
+            row["shape"], *(f"{row[size]:.0f}" for size in ("keys", "d", "ffn")),
+            "{n_q:.0f}/{n_kv:.0f} × {hd:.0f}".format(**row), f"{row['bytes'] / 1e6:.0f}",
+            f"{row['us_median']:.1f} ({row['us_p10']:.1f} to {row['us_p90']:.1f})",
+            shown(row, "x_copy_floor", "{:.2f}"), shown(row, "x_read_limit", "{:.3f}"),
+            shown(row, "tokens_per_s", "{:.0f}"),
+            shown(row, "rel_err", "{:.1e}").replace("e-0", "e-")])
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return f"Stage 7 on other layers:\n\n{text}\n\nMeasured on {place(header)}.\n"
 
 
 def markdown(header, rows, first, heading, graph):
@@ -174,6 +198,8 @@ def readme_block(data, figures):
     if (data / "peers.csv").exists():
         header, rows = read_peers(data / "peers.csv")
         parts.append(markdown(header, rows, lambda row: row["peer"], "beside it", False))
+    if (data / "shapes.csv").exists():
+        parts.append(layer_markdown(*read_shapes(data / "shapes.csv")))
     return "\n".join(parts) or "The ladder is not measured yet.\n"
 
 

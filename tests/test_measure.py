@@ -43,6 +43,18 @@ def peers_text():
     return tables.text_of(tables.PEERS, HEADER, rows)
 
 
+def shape_row(name, keys, us, **sizes):
+    made = row(dict(dict(shape=name, d=8192, ffn=28672, n_q=64, n_kv=8, hd=128, keys=keys, stage=7),
+                    **sizes), "stream", us)
+    return made
+
+
+def shapes_text():
+    rows = [shape_row("llama-3-70b", 128, 380.0), shape_row("llama-3-70b", 4096, 385.0),
+            shape_row("llama-3.2-1b", 4096, 35.0, d=2048, ffn=8192, n_q=32, hd=64)]
+    return tables.text_of(tables.SHAPES, HEADER, rows)
+
+
 TIMELINE = "# gpu: none\nsm,phase,start_us,end_us\n0,O,0,10\n1,O,0.5,11\n0,down,12,20\n1,down,12,21\n"
 
 
@@ -74,6 +86,12 @@ def test_the_columns_are_those_of_the_design():
         "read_tbs,x_copy_floor,x_read_limit,rel_err")
     assert [line.split(":")[0] for line in ladder_text().splitlines()[:7]] == [
         "# " + key for key in tables.PROVENANCE]
+
+
+def test_shapes_have_the_columns_of_the_ladder_and_their_sizes():
+    columns = shapes_text().splitlines()[7].split(",")
+    assert columns[:7] == ["shape", "d", "ffn", "n_q", "n_kv", "hd", "keys"]
+    assert columns[7:] == ladder_text().splitlines()[7].split(",")
 
 
 def test_nan_is_not_written():
@@ -122,24 +140,25 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_without_a_gpu_it_ends_with_2(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for command in ("ladder", "peers"):
+    for command in ("ladder", "peers", "shapes"):
         assert measure.main([command]) == 2
         assert "no GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["ladder", "shapes"])
 @pytest.mark.parametrize("raised, status", [(measure.Failed("no"), 1), (KeyboardInterrupt(), None)])
-def test_what_goes_wrong_leaves_the_old_table(tmp_path, monkeypatch, raised, status):
+def test_what_goes_wrong_leaves_the_old_table(tmp_path, monkeypatch, raised, status, command):
     def fail(*_):
         raise raised
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(measure, "measure_ladder", fail)
-    out = tmp_path / "ladder.csv"
+    monkeypatch.setattr(measure, "measure_" + command, fail)
+    out = tmp_path / "table.csv"
     out.write_text("old\n")
     if status is None:
         with pytest.raises(KeyboardInterrupt):
-            measure.main(["ladder", "--out", str(out)])
+            measure.main([command, "--out", str(out)])
     else:
-        assert measure.main(["ladder", "--out", str(out)]) == status
+        assert measure.main([command, "--out", str(out)]) == status
     assert out.read_text() == "old\n"
 
 
@@ -155,6 +174,28 @@ def test_no_set_is_used_twice_within_three_steps():
         + [measure.set_of(i) for i in range(measure.STEPS)]
     assert all(len(set(sets[i:i + 3])) == 3 for i in range(len(sets) - 2))
     assert sets[-1] == 0
+
+
+@pytest.mark.parametrize("name, shape", measure.shapes_of(), ids=lambda v: v if isinstance(v, str)
+                         else str(v.prefill))
+def test_every_layer_leaves_the_l2_cache(name, shape):
+    sets = measure.sets_for(shape)
+    assert sets >= measure.SETS and (sets * measure.step_bytes(shape) >= 5e9 or sets == 8)
+    assert (sets - 1) * measure.step_bytes(shape) > 10 * 60e6   # read between two uses of a set
+    used = [measure.set_of(i, sets) for i in range(sets)] \
+        + [measure.set_of(i, sets) for i in range(measure.STEPS)]
+    assert all(len(set(used[i:i + measure.SETS])) == measure.SETS for i in range(len(used) - 2))
+    assert used[-1] == 0
+
+
+def test_the_shapes_are_those_promised():
+    shapes = measure.shapes_of()
+    assert {(s.d, s.ffn, s.n_q, s.n_kv, s.hd) for _, s in shapes} == {
+        (4096, 14336, 32, 8, 128), (8192, 28672, 64, 8, 128), (2048, 8192, 32, 8, 64),
+        (3072, 8192, 24, 8, 128), (3584, 18944, 28, 4, 128), (8192, 29568, 64, 8, 128)}
+    assert [s.prefill for name, s in shapes if "3-70b" in name] == [128, 4096, 32768, 131072]
+    assert len({name for name, _ in shapes}) == 7
+    assert [name for name, _ in measure.shapes_of(["72b", "mistral"])] == ["qwen2.5-72b", "mistral-7b"]
 
 
 def test_bytes_of_a_step():
@@ -267,6 +308,52 @@ def test_the_ladder_from_end_to_end_without_a_gpu(monkeypatch, inputs, capsys):
     assert "noise: stage 7 twice: 200.00 and 200.00 us" in printed
     assert printed.count("stage 0: ") == 2 and "suspect" not in printed
     tables.text_of(tables.LADDER, header, rows)
+
+
+REAL_INPUTS = measure.Inputs
+
+
+def fake_the_shapes(monkeypatch, launches=43):
+    fake_the_gpu(monkeypatch, None, launches)
+    monkeypatch.setattr(measure, "Inputs", lambda shape, seed, sets: REAL_INPUTS(shape, seed, "cpu", sets))
+    return [("a", SHAPE), ("b", reference.Shape(d=64, ffn=128, n_q=6, n_kv=2, hd=64, prefill=40,
+                                                max_seq_len=80))]
+
+
+def test_the_shapes_from_end_to_end_without_a_gpu(monkeypatch, capsys):
+    shapes = fake_the_shapes(monkeypatch)
+    header, rows = measure.measure_shapes(shapes, 1, 9)
+    assert [(r["shape"], r["keys"], r["d"], r["n_q"], r["stage"]) for r in rows] == [
+        ("a", 5, 128, 4, 7), ("b", 40, 64, 6, 7)]
+    assert all(r["us_median"] == 200 and r["launches"] == 43 and 0 < r["rel_err"] for r in rows)
+    assert rows[1]["x_read_limit"] == pytest.approx(200 * LIMITS[1] * 1e6 / measure.step_bytes(shapes[1][1]))
+    printed = capsys.readouterr().out
+    assert "a, 5 keys, 8 sets: 200.00 us" in printed and printed.count("noise:") == 1
+    assert printed.count("b, 40 keys") == 2
+    text = tables.text_of(tables.SHAPES, header, rows)
+    assert text.splitlines()[8].startswith("a,128,192,4,2,64,5,7,fake,43,200.00,")
+
+
+def test_a_wrong_shape_fails_before_it_is_timed(monkeypatch):
+    shapes = fake_the_shapes(monkeypatch)
+    monkeypatch.setattr(measure, "Stage", lambda number, inputs: Fake(number, inputs, "wrong"))
+    monkeypatch.setattr(measure, "timed", lambda contestant: pytest.fail("timed"))
+    with pytest.raises(measure.Failed, match="first step on set 0"):
+        measure.measure_shapes(shapes, 1, 9)
+    shapes = fake_the_shapes(monkeypatch, launches=44)
+    with pytest.raises(measure.Failed, match="44 launches a step"):
+        measure.measure_shapes(shapes, 1, 9)
+
+
+def test_the_values_make_attention_count(monkeypatch):
+    """One key in four left out of attention is an error that the check sees."""
+    fake_the_shapes(monkeypatch)
+    shape = reference.Shape(d=64, ffn=64, n_q=2, n_kv=1, hd=64, prefill=4000, max_seq_len=4064)
+    inputs = measure.inputs_of(shape, 1, 1)
+    peer = Fake(7, inputs)
+    peer.caches[0][0][1][:, :, :1000] = 0
+    with pytest.raises(measure.Failed, match="first step"):
+        peer.check_first()
 
 
 def test_faster_than_the_limit_is_suspect(capsys):
@@ -432,6 +519,17 @@ def test_the_readme_follows_the_data(data, tmp_path):
     assert tables.main(readme) == 1
 
 
+def test_the_readme_has_the_shapes_once_they_are_measured(data, tmp_path):
+    assert "other layers" not in tables.readme_block(data, tmp_path)
+    (data / "shapes.csv").write_text(shapes_text(), encoding="utf-8")
+    block = tables.readme_block(data, tmp_path)
+    assert "Stage 7 on other layers:" in block
+    assert "| llama-3.2-1b | 4096 | 2048 | 8192 | 32/8 × 64 | 1728 | 35.0 (34.2 to 35.8) |" in block
+    (data / "shapes.csv").write_text(shapes_text().replace("35.00", "nan"), encoding="utf-8")
+    with pytest.raises(tables.BadTable, match="us_median is nan"):
+        tables.readme_block(data, tmp_path)
+
+
 def test_nothing_measured_is_said(tmp_path):
     assert "not measured yet" in tables.readme_block(tmp_path, tmp_path)
 
@@ -440,21 +538,26 @@ def test_the_text_has_its_numbers(data):
     (data / "grade.json").write_text(json.dumps(
         {"pass": True, "measured": {"us_median": 385.14, "read_tbs": None},
          "derived": {"x_read_us_rotation": 1.0312}}))
+    (data / "shapes.csv").write_text(shapes_text(), encoding="utf-8")
     made = subprocess.run([sys.executable, str(tools.ROOT / "paper/numbers.py"), str(data)],
                           check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     for key, value in {"ladder-7-us": "388.0", "ladder-0-launches": "43", "ladder-0-graph": "1500.0",
                        "ladder-5-xfloor": "1.18", "ladder-5-xlimit": "1.28", "ladder-7-err": "1.0e-3",
                        "ladder-gpu": "NVIDIA H200", "ladder/7/us_median": "388.00",
                        "peers-eager-us": "900.0", "grade-us": "385.1", "grade-xlimit": "1.031",
-                       "grade-pass": "pass"}.items():
+                       "grade-pass": "pass", "shapes-llama-3-70b-128-us": "380.0",
+                       "shapes/llama-3.2-1b-4096/hd": "64"}.items():
         assert r"\definemeasured{%s}{%s}" % (key, value) in made
+    table = [line for line in made if line.startswith(r"\definemeasured{shapes-table}{\begin{tabular}")]
+    assert len(table) == 1
+    assert r"llama-3.2-1b & 4096 & 2048 & 8192 & 32/8 $\times$ 64 & 1728 & 35.0 & " in table[0]
     assert not [line for line in made if "ladder-7-graph" in line or "grade-read" in line]
 
 
 def test_make_without_a_gpu_says_so():
     if tools.gpu_is_here():
         pytest.skip("there is a GPU")
-    for target in ("ladder", "peers"):
+    for target in ("ladder", "peers", "shapes"):
         status, output = tools.make(target)
         assert status == 2 and f"{target}: no NVIDIA GPU here" in output
 
@@ -471,3 +574,15 @@ def test_two_stages_at_a_small_shape_on_the_gpu():
     status, output = tools.run([sys.executable, "-c", program])
     assert status == 0, output
     assert f"\n{chosen[0]}," in output and "\n7," in output and "# gpu: " in output
+
+
+@pytest.mark.gpu
+def test_a_shape_on_the_gpu():
+    tools.build("build/gpu/stage7/liblayer.so")
+    program = ("import measure, reference, tables\n"
+               "measure.bandwidths = lambda: (4.25, 4.6)\n"
+               "h, r = measure.measure_shapes([('small', reference.Shape(**reference.SMALL))], 1, 9)\n"
+               "print(tables.text_of(tables.SHAPES, h, r))\n")
+    status, output = tools.run([sys.executable, "-c", program])
+    assert status == 0, output
+    assert "\nsmall,2048,4096,16,2,128,512,7," in output and "# gpu: " in output
