@@ -965,7 +965,7 @@ DEVICE uint32_t attend_unit(const struct layer_args *a, struct shared *s, struct
 APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     uint32_t launch = a->launches[blockIdx.x];
-    uint32_t vector = 0, parities = 0;   /* parities: of the places of tiles, a bit each */
+    uint32_t vector = 0, parities = 0;   /* of the places of tiles, a bit each */
     struct span n = span_at(a, pos);
     int t = loader_thread(a);
     put_vector(a, s, 0, a->x, a->in_norm, a->d);
