@@ -92,7 +92,7 @@ MUTANTS = [
     ("half of the bytes expected", "(uint32_t)(4 * r.count * n)", "(uint32_t)(2 * r.count * n)"),
     # between blocks: waits, epochs, counts, order
     ("no wait for queries, keys and values",
-     "if (units) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);", ""),
+     "if (units_of_block(a, n)) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);", ""),
     ("no wait for attention", "    wait_for_phase(a, ATTEND, 0, launch, a->g.groups);\n", ""),
     ("no wait for the residual stream",
      "    wait_for_phase(a, OUT, 0, launch, a->g.chunks[OUT]);\n", ""),

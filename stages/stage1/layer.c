@@ -309,8 +309,8 @@ static int check_step(layer *l, const void *x, const void *x_out)
     if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
     return device == l->device ? LAYER_OK
-         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d is "
-                   "current", l->device, device);
+         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
+                   "is current", l->device, device);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)

@@ -73,7 +73,8 @@ static int shape_given;
 
 static const char *const help =
     "usage: driver [--d=N --ffn=N --n-q=N --n-kv=N --hd=N] [--prefill=N] [--rows=N]\n"
-    "              [--seed=N] [--samples=N] [--quick] [--probe] [--csv] [--at=P,P,...]\n"
+    "              [--seed=N] [--at=P,P,...] [--samples=N] [--quick] [--probe]\n"
+    "              [--csv]\n"
     "Checks this stage of the decoder layer against the oracle, then measures it on\n"
     "the GPU. Without a GPU (built for the CPU target) it checks small shapes only.\n"
     "  --d= --ffn= --n-q= --n-kv= --hd=   the shape; default: a 70B-class layer on a\n"

@@ -118,8 +118,8 @@ static int fit(layer *l)
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))
         return LAYER_CUDA_FAILED;
     if (bytes > most)
-        return refused(LAYER_BAD_SHAPE, "d must be at most %d on this device, and is %lld",
-                       (most / 4 - PIECE - 32) / 64 * 64, (long long)l->c.d);
+        return refused(LAYER_BAD_SHAPE, "d must be at most %d on this device, and is "
+                       "%lld", (most / 4 - PIECE - 32) / 64 * 64, (long long)l->c.d);
     if (cudaFuncSetAttribute((const void *)queries_keys_values, limit, most)
         || cudaFuncSetAttribute((const void *)swiglu, limit, most))
         return LAYER_CUDA_FAILED;
@@ -298,8 +298,8 @@ static int check_step(layer *l, const void *x, const void *x_out)
     if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
     return device == l->device ? LAYER_OK
-         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d is "
-                   "current", l->device, device);
+         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
+                   "is current", l->device, device);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)

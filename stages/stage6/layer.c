@@ -121,7 +121,8 @@ static int try_grid(layer *l)
     struct position none = { NULL, -1, l->c.max_seq_len };
     void *nowhere = l->args.x1;
     if (!step(l, nowhere, none, nowhere, NULL))   /* then forget that pos was bad */
-        return cudaMemset(l->status, 0, sizeof *l->status) ? LAYER_CUDA_FAILED : LAYER_OK;
+        return cudaMemset(l->status, 0, sizeof *l->status)
+             ? LAYER_CUDA_FAILED : LAYER_OK;
     if (cudaPeekAtLastError() != cudaErrorCooperativeLaunchTooLarge)
         return LAYER_CUDA_FAILED;
     return refused(LAYER_BAD_DEVICE, "%d blocks of %u threads and %zu bytes of shared "
@@ -297,8 +298,8 @@ static int check_step(layer *l, const void *x, const void *x_out)
     if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
     return device == l->device ? LAYER_OK
-         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d is "
-                   "current", l->device, device);
+         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
+                   "is current", l->device, device);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)

@@ -370,7 +370,7 @@ struct geometry {
     int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
     int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
     int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
-    int32_t max_units;         /* splits of a group at most, however long the sequence */
+    int32_t max_units;         /* splits of a group at most, at any length */
 };
 
 struct layer_args {

@@ -36,7 +36,7 @@ struct geometry {
     int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
     int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
     int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
-    int32_t max_units;         /* splits of a group at most, however long the sequence */
+    int32_t max_units;         /* splits of a group at most, at any length */
 };
 
 struct layer_args {
@@ -194,7 +194,8 @@ static int try_grid(layer *l)
     struct position none = { NULL, -1, l->c.max_seq_len };
     void *nowhere = l->args.x1;
     if (!step(l, nowhere, none, nowhere, NULL))   /* then forget that pos was bad */
-        return cudaMemset(l->status, 0, sizeof *l->status) ? LAYER_CUDA_FAILED : LAYER_OK;
+        return cudaMemset(l->status, 0, sizeof *l->status)
+             ? LAYER_CUDA_FAILED : LAYER_OK;
     if (cudaPeekAtLastError() != cudaErrorCooperativeLaunchTooLarge)
         return LAYER_CUDA_FAILED;
     return refused(LAYER_BAD_DEVICE, "%d blocks of %u threads and %zu bytes of shared "
@@ -235,8 +236,8 @@ static int fit(layer *l)
         return LAYER_CUDA_FAILED;
     int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
     if (slots < 2)
-        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be at "
-                       "most %d on this device, and is %lld", PARTS,
+        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
+                       "at most %d on this device, and is %lld", PARTS,
                        (most - 1024) / 12 / 64 * 64, (long long)a->g.vector_bytes / 4);
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
     l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
@@ -370,8 +371,8 @@ static int check_step(layer *l, const void *x, const void *x_out)
     if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
     return device == l->device ? LAYER_OK
-         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d is "
-                   "current", l->device, device);
+         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
+                   "is current", l->device, device);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
