@@ -420,6 +420,12 @@ def test_what_the_library_refuses(submission, chip, monkeypatch):
             submission.build_layer(*chip.layer())
 
 
+def test_what_the_library_refuses_comes_with_its_rule_and_the_number(submission, chip):
+    wide = ref.Shape(d=19328, ffn=64, n_q=1, n_kv=1, hd=64, prefill=5, max_seq_len=16)
+    with pytest.raises(ValueError, match="cfg: .*at most 19264 on this device, and is 19328"):
+        submission.build_layer(*chip.layer(wide))
+
+
 BAD_X = {"no tensor": lambda x: x.tolist(), "fp32": lambda x: x.float(), "on the CPU": torch.clone,
          "one dimension": lambda x: x[0], "two rows": lambda x: torch.cat([x, x]),
          "too short": lambda x: x[:, :-8].contiguous(), "on another GPU": elsewhere,
