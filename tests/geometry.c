@@ -1,14 +1,15 @@
 /* Builds stage 7 at a shape, with addresses that nobody reads, and says how the layer was cut
    or why it was refused.
 
-   usage: geometry D FFN N_Q N_KV HD ROWS [no-block | no-grid]
-   no-block: a block does not fit on a multiprocessor; no-grid: the grid is refused at launch. */
+   usage: geometry D FFN N_Q N_KV HD ROWS [no-block | no-grid | no-up | odd-k]
+   no-block: a block does not fit on a multiprocessor; no-grid: the grid is refused at launch;
+   no-up: the address of W_up is null; odd-k: that of the keys is no multiple of 16. */
 #include <stdio.h>
 #include <string.h>
 #include <cuda_runtime_api.h>
 
 static size_t allocated;
-static const char *without = "";
+static const char *without = "";   /* what is missing */
 static cudaError_t last;
 
 static cudaError_t counted(void **p, size_t bytes)
@@ -49,8 +50,9 @@ int main(int argc, char **argv)
                        .max_seq_len = n[5], .eps = 1e-5, .theta = 500000 };
     void *p = (void *)4096;
     layer_weights w = { p, p, p, p, p, p, p, p, p };
+    if (!strcmp(without, "no-up")) w.up = NULL;
     layer *l;
-    int status = layer_build(&l, &c, &w, p, p);
+    int status = layer_build(&l, &c, &w, (char *)p + 2 * !strcmp(without, "odd-k"), p);
     if (status) {
         printf("refused %d %zu %s\n", status, allocated, layer_strerror(status));
         return 0;

@@ -30,7 +30,7 @@ def options(shape):
 
 
 def drive(build, shape, *more, seed=1, sms=3):
-    driver = tools.build(f"build/cpu/{build}/stage7/driver")
+    driver = tools.build(f"build/{build if build == 'gpu' else 'cpu/' + build}/stage7/driver")
     status, output = tools.run([str(driver), *options(shape), f"--seed={seed}", *more],
                                CPU_SEED=str(seed), CPU_SMS=str(sms))
     assert status == 0 and output.strip().endswith("PASS"), f"exit status {status}:\n{output}"
@@ -120,6 +120,12 @@ def test_a_refusal_names_the_rule_and_the_number(what):
     assert status == 3 and allocated == 0 and re.search(says, text), text
 
 
+def test_a_refusal_names_the_pointer():
+    assert refusal(GOOD, 128, "no-up") == (1, 0, "up is null")
+    status, allocated, text = refusal(GOOD, 128, "odd-k")
+    assert (status, allocated) == (2, 0) and text == "k_cache must be 16-byte aligned, and is at 0x1002"
+
+
 def test_a_grid_without_room_is_refused_with_the_numbers():
     shape = MODELS["llama-3-70b"][0]
     status, allocated, text = refusal(shape, 4224, "no-block")
@@ -160,6 +166,12 @@ def test_a_short_position_after_a_long_one_and_again():
 
 def test_a_short_cache():
     drive("asan", LONG, "--rows=128", "--at=127,0", sms=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, at", [(128, "127,0"), (131072, "131071,5,131071,57344,8191")])
+def test_on_the_gpu(rows, at):
+    drive("gpu", MODELS["llama-3.2-1b"][0], f"--rows={rows}", f"--at={at}")
 
 
 def test_the_same_bits_however_many_blocks_share_long_units():

@@ -214,12 +214,18 @@ static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
 static int check_pointers(const layer_weights *w, const void *k_cache,
                           const void *v_cache)
 {
-    const void *all[] = { w->in_norm, w->post_norm, w->q, w->k, w->v, w->o,
-                          w->gate, w->up, w->down, k_cache, v_cache };
+    const struct { const char *name; const void *p; } all[] = {
+        { "in_norm", w->in_norm }, { "post_norm", w->post_norm }, { "q", w->q },
+        { "k", w->k }, { "v", w->v }, { "o", w->o }, { "gate", w->gate },
+        { "up", w->up }, { "down", w->down }, { "k_cache", k_cache },
+        { "v_cache", v_cache },
+    };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (!all[i]) return LAYER_BAD_ARGUMENT;
+        if (!all[i].p) return refused(LAYER_BAD_ARGUMENT, "%s is null", all[i].name);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (misaligned(all[i])) return LAYER_BAD_ALIGNMENT;
+        if (misaligned(all[i].p))
+            return refused(LAYER_BAD_ALIGNMENT, "%s must be 16-byte aligned, and is at "
+                           "%p", all[i].name, all[i].p);
     return LAYER_OK;
 }
 
