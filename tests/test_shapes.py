@@ -160,6 +160,10 @@ def test_the_end_of_a_long_cache_and_the_edges_of_units_and_tiles():
     drive("plain", LONG, "--rows=131072", "--at=131071,131070,131008,131007,57344,57343,8192,8191,64,63,0")
 
 
+def test_long_units_of_wide_heads():
+    drive("plain", (64, 64, 3, 1, 128), "--rows=60000", "--at=59999,57343,5")   # of 8 tiles, of 7
+
+
 def test_a_short_position_after_a_long_one_and_again():
     drive("asan", LONG, "--rows=131072", "--at=131071,5,131071", sms=2)
 
