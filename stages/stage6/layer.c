@@ -111,7 +111,6 @@ static char *divide_scratch(layer *l, char *at)
     return at;
 }
 
-/* one launch: describe the layer to the kernel */
 /* see whether the grid starts */
 static int step(layer *l, const void *x, struct position pos, void *x_out,
                 cudaStream_t stream);
@@ -130,6 +129,7 @@ static int try_grid(layer *l)
                    l->shared, cudaGetErrorString(cudaGetLastError()));
 }
 
+/* one launch: describe the layer to the kernel */
 static int prepare(layer *l)
 {
     struct layer_args *a = &l->args;

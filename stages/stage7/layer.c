@@ -156,6 +156,35 @@ static void cut(struct geometry *g, const layer_config *c)
     g->chunks[DOWN] = chunks_of(c->d / 2, g->pairs[DOWN]);
 }
 
+/* stream: see whether the layer fits */
+static int fit(layer *l)
+{
+    struct layer_args *a = &l->args;
+    cut(&a->g, &l->c);
+    /* stream: as many slots as fit */
+    int most, resident;
+    const void *kernel = (const void *)whole_layer;
+    if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
+        return LAYER_CUDA_FAILED;
+    int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
+    if (slots < 2)
+        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
+                       "at most %d on this device, and is %lld", PARTS,
+                       (most - 1024) / 12 / 64 * 64, (long long)a->g.vector_bytes / 4);
+    a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
+    l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
+    l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
+        || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
+                                                         (int)l->threads, l->shared))
+        return LAYER_CUDA_FAILED;
+    /* refuse a grid that is not resident as a whole */
+    if (resident < 1)
+        return refused(LAYER_BAD_DEVICE, "a block of %u threads and %zu bytes of shared "
+                       "memory does not fit on a multiprocessor", l->threads, l->shared);
+    return LAYER_OK;
+}
+
 /* stream: divide the scratch memory */
 static char *divide_scratch(layer *l, char *at)
 {
@@ -184,7 +213,6 @@ static char *divide_scratch(layer *l, char *at)
     return at;
 }
 
-/* stream: describe the layer to the kernel */
 /* see whether the grid starts */
 static int step(layer *l, const void *x, struct position pos, void *x_out,
                 cudaStream_t stream);
@@ -203,6 +231,7 @@ static int try_grid(layer *l)
                    l->shared, cudaGetErrorString(cudaGetLastError()));
 }
 
+/* stream: describe the layer to the kernel */
 static int prepare(layer *l)
 {
     struct layer_args *a = &l->args;
@@ -223,34 +252,6 @@ static int prepare(layer *l)
                    cudaMemcpyHostToDevice))
         return LAYER_CUDA_FAILED;
     return try_grid(l);
-}
-
-static int fit(layer *l)
-{
-    struct layer_args *a = &l->args;
-    cut(&a->g, &l->c);
-    /* stream: as many slots as fit */
-    int most, resident;
-    const void *kernel = (const void *)whole_layer;
-    if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
-        return LAYER_CUDA_FAILED;
-    int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
-    if (slots < 2)
-        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
-                       "at most %d on this device, and is %lld", PARTS,
-                       (most - 1024) / 12 / 64 * 64, (long long)a->g.vector_bytes / 4);
-    a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
-    l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
-    l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
-        || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
-                                                         (int)l->threads, l->shared))
-        return LAYER_CUDA_FAILED;
-    /* refuse a grid that is not resident as a whole */
-    if (resident < 1)
-        return refused(LAYER_BAD_DEVICE, "a block of %u threads and %zu bytes of shared "
-                       "memory does not fit on a multiprocessor", l->threads, l->shared);
-    return LAYER_OK;
 }
 
 /* one launch: one step */
