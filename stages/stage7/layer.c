@@ -117,10 +117,11 @@ static void *take(char **at, size_t bytes)
 /* stream: cut the layer into chunks */
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int32_t pairs_of(int64_t columns, int64_t divides)
+static int32_t pairs_of(int64_t slot_bytes, int64_t columns, int64_t divides)
 {
     int32_t pairs = 4;
-    while (pairs > 1 && (4 * pairs * columns > 32768 || divides % pairs)) pairs /= 2;
+    while (pairs > 1 && (4 * pairs * columns > slot_bytes || divides % pairs))
+        pairs /= 2;
     return pairs;
 }
 
@@ -147,7 +148,7 @@ static void cut(struct geometry *g, const layer_config *c)
     g->slot_bytes = 4 * TILE_KEYS * c->hd;
     for (int p = QKV; p < PHASES; p++) {
         if (p == ATTEND) continue;
-        g->pairs[p] = pairs_of(columns[p], p == QKV ? c->hd / 2 : 4);
+        g->pairs[p] = pairs_of(32768, columns[p], p == QKV ? c->hd / 2 : 4);
         g->slot_bytes = larger(g->slot_bytes, 4 * g->pairs[p] * columns[p]);
     }
     g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
