@@ -154,10 +154,13 @@ def test_where_libraries_are_kept(tmp_path, submission, monkeypatch):
 def cpu_library(tmp_path_factory):
     """The stage and the CPU target in one shared library."""
     path = tmp_path_factory.mktemp("cpu") / "layer.so"
+    record = path.with_name("record.c")
+    record.write_text(load().SOURCES[record.name], encoding="utf-8")
     include = ["-I", str(tools.ROOT / "stages" / "cpu")]
     objects = []
     for source, options in (("stages/cpu/cpu.c", ["-std=gnu11"]), ("stages/stage7/layer.c", ["-std=c11"]),
-                            ("stages/stage7/kernels.cu", ["-x", "c", "-std=c11"])):
+                            ("stages/stage7/kernels.cu", ["-x", "c", "-std=c11"]),
+                            (record, ["-std=c11", "-I", str(STAGE)])):
         objects.append(str(path.with_name(pathlib.Path(source).name + ".o")))
         subprocess.run(["gcc", *options, "-O2", "-fPIC", *include, "-c", str(tools.ROOT / source),
                         "-o", objects[-1]], check=True)
@@ -216,7 +219,6 @@ class Chip:
 def chip(cpu_library, submission, monkeypatch):
     chip = Chip(cpu_library)
     for owner, name, value in (
-            (torch._C, "_cuda_getDevice", lambda: chip.current),
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
             (torch._C, "_cuda_getDriverVersion", lambda: 12080),
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
@@ -224,7 +226,7 @@ def chip(cpu_library, submission, monkeypatch):
             (torch.cuda, "synchronize", lambda: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "device", chip.enter),
-            (torch, "empty_like", lambda x: chip.tensor(torch.zeros(x.shape, dtype=x.dtype)))):
+            (submission, "empty_like", lambda x: chip.tensor(torch.zeros(x.shape, dtype=x.dtype)))):
         monkeypatch.setattr(owner, name, value, raising=False)
     monkeypatch.setattr(submission, "library", lambda arch: cpu_library.path)
     return chip
@@ -243,12 +245,14 @@ def test_steps_on_the_cpu_target(submission, chip):
         outs.append(submission.layer_step(handle, chip.tensor(x), at))
         assert not ref.relative_error(chip.values(outs[-1]), exact.step(x, pos)) > 5e-3
         assert not ref.row_error(chip.values(arguments[1][0][0])[0, :, pos], exact.k_row) > 5e-3
-    assert chip.entered == [0]                                  # no need to change the device
+    assert chip.entered == [0, 0]                  # in build, and for the first step's stream
     assert len({out.data_ptr() for out in outs}) == 4
     assert all(tuple(out.shape) == (1, 128) and out.dtype == torch.bfloat16 for out in outs)
     chip.current = 1
+    right = handle.fast[0]
+    handle.fast = (lambda record: 5 if chip.current else right(record), *handle.fast[1:])
     submission.layer_step(handle, chip.tensor(x), 74)
-    assert chip.entered == [0, 0] and chip.current == 1
+    assert chip.entered == [0, 0, 0] and chip.current == 1       # for this step alone
     submission.teardown(handle)
     submission.teardown(handle)
     with pytest.raises(RuntimeError, match="after teardown"):
@@ -470,9 +474,14 @@ def test_something_else_as_handle(submission):
             call()
 
 
+def returning(handle, status, stream=0):
+    """Lets the C of a handle's steps return a status at once, and its stream be this one."""
+    handle.fast = (lambda record: status, *handle.fast[1:5], lambda device: stream)
+
+
 def test_a_failed_step_says_why(built):
     submission, chip, handle, arguments = built
-    handle.step = lambda *a: 4
+    returning(handle, 4)
     with pytest.raises(RuntimeError, match="position outside"):
         submission.layer_step(handle, chip.tensor(ref.make_x(SHAPE, 1, 70)), 70)
 
@@ -489,15 +498,14 @@ def test_another_stream_waits_for_the_last(built, monkeypatch):
             calls.append((self.pointer, other.pointer))
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("now", device))
-    handle.step = lambda *a: 0
     x = chip.tensor(ref.make_x(SHAPE, 1, 70))
     for stream in (7, 7, 8, 8, 7):
-        handle.current_stream = lambda device: stream
+        returning(handle, 0, stream)
         submission.layer_step(handle, x, 70)
     assert calls == [("now", 7), ("now", 8)]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for stream in (9, 7):
-        handle.current_stream = lambda device: stream
+        returning(handle, 0, stream)
         submission.layer_step(handle, x, 70)
     assert len(calls) == 2 and handle.stream == 7     # a capture is not the last step
 
