@@ -164,12 +164,12 @@ build/liboracle.so: stages/oracle/oracle.c stages/oracle/oracle.h
 	@$(CC) $(CFLAGS) -O2 -shared -fPIC -o $@.tmp $< -lm && mv -f $@.tmp $@
 
 # ---------------------------------------------------------------- the CPU target
-# Four builds: plain; timers, the same with them compiled in; asan, all of it under
-# AddressSanitizer; tsan, in which only the
+# Four builds: plain, which the tests also load as a library and may age; timers, with
+# them compiled in; asan, all of it under AddressSanitizer; tsan, in which only the
 # kernels are instrumented, since the CPU target itself tells ThreadSanitizer what its
 # primitives order.
 BUILDS := plain asan tsan timers
-CPU_FLAGS_plain := -O2
+CPU_FLAGS_plain := -O2 -fPIC -DAGEING
 CPU_FLAGS_timers := -O2 -DTIMERS
 CPU_FLAGS_asan  := -O1 -fno-omit-frame-pointer -fsanitize=address -DASAN
 CPU_FLAGS_tsan  := -O1 -fno-omit-frame-pointer -DTSAN
@@ -198,6 +198,11 @@ $(STAGES_HERE:%=build/cpu/$(1)/stage%/driver): build/cpu/$(1)/stage%/driver: \
 	@$(CC) $(LINK_FLAGS_$(1)) -o $$@ $$(filter %.o,$$^) -lm
 endef
 $(foreach b,$(BUILDS),$(eval $(call cpu_build,$(b))))
+
+$(STAGES_HERE:%=build/cpu/plain/stage%/liblayer.so): build/cpu/plain/stage%/liblayer.so: \
+    $(addprefix build/cpu/plain/stage%/,kernels.o layer.o) build/cpu/plain/cpu/cpu.o
+	@echo "  LINK  $@"
+	@$(CC) -shared -Wl,-Bsymbolic -o $@.new $(filter %.o,$^) -lm && mv -f $@.new $@
 
 # ---------------------------------------------------------------- the GPU
 NVCC = $(eval NVCC := $$(firstword $$(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)))$(NVCC)

@@ -1732,7 +1732,9 @@ static int check_device(int *device, int *sms)
 static int claim_scratch(layer *l)
 {
     size_t bytes = (size_t)divide_scratch(l, NULL);
-    if (cudaMalloc((void **)&l->scratch, bytes)) {
+    cudaError_t e = cudaMalloc((void **)&l->scratch, bytes);
+    if (e && e != cudaErrorMemoryAllocation) return LAYER_CUDA_FAILED;
+    if (e) {
         cudaGetLastError();
         return LAYER_NO_MEMORY;
     }
@@ -1803,11 +1805,15 @@ int layer_status(layer *l)
     return (int)status;
 }
 
+/* tear a layer down */
 int layer_teardown(layer *l)
 {
+    int before;
     if (!l) return LAYER_OK;
-    int bad = cudaDeviceSynchronize();
+    int bad = cudaGetDevice(&before) || cudaSetDevice(l->device);
+    if (cudaDeviceSynchronize()) bad = 1;
     if (l->scratch && cudaFree(l->scratch)) bad = 1;
+    if (!bad && before != l->device) bad = cudaSetDevice(before) != cudaSuccess;
     free(l);
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
@@ -1834,6 +1840,23 @@ int layer_marks(layer *l, uint64_t *out)   /* out[blocks][32][PHASES][2] on the 
     size_t bytes = (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t);
     return cudaMemcpy(out, l->args.marks, bytes, cudaMemcpyDeviceToHost)
          ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+#endif
+
+/* age the counters, in tests */
+#ifdef AGEING
+int layer_age(layer *l, uint32_t times);
+int layer_age(layer *l, uint32_t times)   /* steps so far: so many times as many */
+{
+    size_t bytes = (size_t)((char *)l->args.turn - (char *)l->status);
+    uint32_t *words = malloc(bytes);
+    if (!words) return LAYER_NO_MEMORY;
+    int bad = cudaDeviceSynchronize()
+           || cudaMemcpy(words, l->status, bytes, cudaMemcpyDeviceToHost);
+    for (size_t i = 0; !bad && i < bytes / sizeof *words; i++) words[i] *= times;
+    if (!bad) bad = cudaMemcpy(l->status, words, bytes, cudaMemcpyHostToDevice);
+    free(words);
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 #endif
 
