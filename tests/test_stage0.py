@@ -1,32 +1,17 @@
 """Stage 0 rounds where eager PyTorch rounds: the two agree far more closely than either does
 with double precision."""
 import ctypes
-import os
-import subprocess
 
 import pytest
 import torch
 
-import reference as ref
+import layers
 import tools
+from layers import ref
 
 LIMIT = 1e-3   # relative error against the eager layer
 SHAPES = (ref.Shape(d=192, ffn=320, n_q=6, n_kv=2, hd=64, prefill=70),
           ref.Shape(d=256, ffn=448, n_q=8, n_kv=1, hd=128, prefill=33))
-
-
-@pytest.fixture(scope="module")
-def cpu_stage0(tmp_path_factory):
-    """Stage 0 and the CPU target in one shared library."""
-    folder, objects = tmp_path_factory.mktemp("stage0"), []
-    for source, options in (("stages/cpu/cpu.c", ["-std=gnu11"]),
-                            ("stages/stage0/layer.c", ["-std=c11"]),
-                            ("stages/stage0/kernels.cu", ["-x", "c", "-std=c11"])):
-        objects.append(str(folder / (os.path.basename(source) + ".o")))
-        subprocess.run(["gcc", *options, "-O2", "-fPIC", "-I", str(tools.ROOT / "stages" / "cpu"),
-                        "-c", str(tools.ROOT / source), "-o", objects[-1]], check=True)
-    subprocess.run(["gcc", "-shared", "-o", str(folder / "layer.so"), *objects, "-lm"], check=True)
-    return ctypes.CDLL(str(folder / "layer.so"))
 
 
 def errors(library, shape, device, stream, steps=3):
@@ -55,8 +40,8 @@ def errors(library, shape, device, stream, steps=3):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.n_q}-{s.n_kv}-{s.hd}")
-def test_against_eager_on_the_cpu(cpu_stage0, shape):
-    for error in errors(cpu_stage0, shape, "cpu", None):
+def test_against_eager_on_the_cpu(shape):
+    for error in errors(layers.library("stage0"), shape, "cpu", None):
         assert error <= LIMIT
 
 

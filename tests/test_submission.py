@@ -57,7 +57,8 @@ def test_the_header_is_what_python_takes_it_for(submission):
     header = (STAGE / "layer.h").read_text(encoding="utf-8")
     status = re.search(r"enum \{(.*?)\};", header, re.S).group(1)
     names = re.findall(r"\bLAYER_\w+", status)
-    assert names[submission.LAYER_BAD_SHAPE] == "LAYER_BAD_SHAPE"
+    for name in ("LAYER_BAD_SHAPE", "LAYER_BAD_DEVICE"):
+        assert names[getattr(submission, name)] == name
 
     structs = re.findall(r"typedef struct \{(.*?)\} (layer_\w+);", header, re.S)
     fields = {name: re.findall(r"\*?(\w+)[,;]", re.sub(r"/\*.*?\*/", "", body, flags=re.S))
@@ -76,19 +77,21 @@ def test_it_imports_without_anything_of_this_project(tmp_path):
 # ---------------------------------------------------------------------------------- compiling
 
 needs_nvcc = pytest.mark.skipif(tools.nvcc() is None, reason="needs nvcc")
-COMPILE = "import sys; sys.path.insert(0, sys.argv[1]); import submission; print(submission.library('90a'))"
+COMPILE = "import sys; sys.path.insert(0, sys.argv[1]); import submission; print(repr(str(submission.library('90a'))))"
+ODD = "ein 'Cache'\n\"$(touch here)\"; touch there #"     # a shell would make something of it
 
 
 @needs_nvcc
 def test_two_processes_compile_at_once(tmp_path, submission, monkeypatch, capsys):
-    cache = tmp_path / "ein Cache"
+    cache = tmp_path / ODD
     env = tools.clean_environment(LAYER_CACHE=str(cache), PYTHONDONTWRITEBYTECODE="1")
     both = [subprocess.Popen([sys.executable, "-c", COMPILE, str(STAGE)], env=env, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     results = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], results
     path, = cache.iterdir()                       # one library, and nothing left beside it
-    assert {out.strip() for out, _ in results} == {str(path)}
+    assert {out.strip() for out, _ in results} == {repr(str(path))}
+    assert path.stat().st_mode & 0o777 == cache.stat().st_mode & 0o777 == 0o700
     assert all(message == "" or re.fullmatch("stage 7: compiling for sm_90a, once, to .*\n", message)
                for _, message in results) and any(message for _, message in results)
 
@@ -137,6 +140,85 @@ def test_the_compiler_of_cuda_home_comes_first(tmp_path, submission, monkeypatch
     assert submission.version_of(str(nvcc)) == "fake\n"
 
 
+def test_a_relative_path_is_made_absolute(tmp_path, submission, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given, meant in ((".", tmp_path), ("x", tmp_path / "x"), ("~", tmp_path / "~")):
+        monkeypatch.setenv("LAYER_CACHE", given)
+        assert str(submission.cache_folder()) == str(meant)
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"        # it will be run in another folder
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho fake\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", "cuda")
+    assert submission.find_nvcc() == str(nvcc)
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", "cuda/bin")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert submission.find_nvcc() == str(nvcc)
+
+
+def planted(submission, folder, monkeypatch):
+    """A cache folder with a file in it that would be loaded."""
+    monkeypatch.setenv("LAYER_CACHE", str(folder))
+    monkeypatch.setattr(submission, "find_nvcc", lambda: "/fake/nvcc")
+    monkeypatch.setattr(submission, "version_of", lambda nvcc: "1")
+    monkeypatch.setattr(submission, "compile_to", lambda path, arch, nvcc: path.write_text(""))
+    return submission.library("90a")
+
+
+@pytest.mark.parametrize("nvcc", [True, False])
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_what_others_can_write_is_not_loaded(tmp_path, submission, monkeypatch, which, mode, nvcc):
+    path = planted(submission, tmp_path / "cache", monkeypatch)
+    if not nvcc:
+        monkeypatch.setattr(submission, "find_nvcc", lambda: None)
+    assert submission.library("90a") == path
+    changed = path if which == "file" else path.parent
+    changed.chmod(mode)
+    with pytest.raises(RuntimeError, match=f"{re.escape(repr(str(changed)))}: got owner .*mode {mode:o}; accepted: "):
+        submission.library("90a")
+    changed.chmod(0o755)                              # that others may read it does no harm
+    assert submission.library("90a") == path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_what_belongs_to_another_user_is_not_loaded(tmp_path, submission, monkeypatch, which):
+    path = planted(submission, tmp_path / "cache", monkeypatch)
+    os.chown(path if which == "file" else path.parent, 12345, 12345)
+    with pytest.raises(RuntimeError, match="got owner 12345.*LAYER_CACHE"):
+        submission.library("90a")
+
+
+def test_a_link_to_what_belongs_to_others_is_not_followed(tmp_path, submission, monkeypatch):
+    path = planted(submission, tmp_path / "cache", monkeypatch)
+    (tmp_path / "theirs.so").write_text("")
+    (tmp_path / "theirs.so").chmod(0o666)
+    path.unlink()
+    path.symlink_to(tmp_path / "theirs.so")
+    with pytest.raises(RuntimeError, match="mode 666"):
+        submission.library("90a")
+
+
+def test_a_compiler_that_fails_or_is_stopped_leaves_nothing(tmp_path, submission, monkeypatch, capsys):
+    nvcc = tmp_path / "nvcc"
+    monkeypatch.setenv("LAYER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(submission, "find_nvcc", lambda: str(nvcc))
+    for script, error in (("touch layer.so; exit 1", RuntimeError), ("exit 0", RuntimeError)):
+        nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\necho words; {script}\n')
+        nvcc.chmod(0o755)
+        with pytest.raises(error, match="words|layer.so"):
+            submission.library("90a")
+        assert list((tmp_path / "cache").iterdir()) == []
+    monkeypatch.setattr(submission.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(submission, "version_of", lambda nvcc: "1")
+    with pytest.raises(KeyboardInterrupt):
+        submission.library("90a")
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert capsys.readouterr().err.count("\n") == 3       # a line each time
+
+
 def test_where_libraries_are_kept(tmp_path, submission, monkeypatch):
     monkeypatch.delenv("LAYER_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -164,7 +246,7 @@ def cpu_library(tmp_path_factory):
         objects.append(str(path.with_name(pathlib.Path(source).name + ".o")))
         subprocess.run(["gcc", *options, "-O2", "-fPIC", *include, "-c", str(tools.ROOT / source),
                         "-o", objects[-1]], check=True)
-    subprocess.run(["gcc", "-shared", "-o", str(path), *objects, "-lm"], check=True)
+    subprocess.run(["gcc", "-shared", "-Wl,-Bsymbolic", "-o", str(path), *objects, "-lm"], check=True)
     os.environ["CPU_SMS"] = "2"
     library = ctypes.CDLL(str(path))
     library.path = path
@@ -310,6 +392,12 @@ def elsewhere(t):
     return other
 
 
+def overlapping(t):
+    """Two tensors of the same shape, the second a row on in the same memory."""
+    base = torch.zeros(t.numel() + 64, dtype=t.dtype).as_subclass(Fake)
+    return base[:-64].view(t.shape), base[64:].view(t.shape)
+
+
 def strided(t):
     return torch.zeros(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype).as_subclass(Fake)[..., ::2]
 
@@ -343,6 +431,7 @@ REFUSED = {
     "a cache with two sequences": (cache(0, lambda t: torch.cat([t, t])), "kv_cache[0][0]"),
     "a cache in fp32": (cache(1, lambda t: t.float()), "kv_cache[0][1]"),
     "a cache on the CPU": (cache(0, lambda t: t.as_subclass(torch.Tensor)), "kv_cache[0][0]"),
+    "k and v that overlap": (changed(1, None, lambda c: [overlapping(c[0][0])]), "kv_cache[0]"),
     "a cache with strides": (cache(1, strided), "kv_cache[0][1]"),
     "a misaligned cache": (cache(0, misaligned), "kv_cache[0][0]"),
     "k and v the same": (changed(1, None, lambda c: [(c[0][0], c[0][0])]), "kv_cache[0]"),
@@ -386,6 +475,25 @@ def test_build_layer_refuses(submission, chip, what, monkeypatch):
     with pytest.raises(ValueError, match=refusal(named)):
         submission.build_layer(*arguments)
     assert all(ref.differing(a, chip.values(b)) == 0 for a, b in zip(before, given))
+
+
+def test_a_cache_inside_a_weight_is_refused(submission, chip):
+    arguments = chip.layer(ref.Shape(d=128, ffn=192, n_q=2, n_kv=1, hd=64, prefill=20, max_seq_len=24))
+    w = arguments[0]["layers"][0]["down"]
+    arguments[1][0] = (arguments[1][0][0], w.reshape(-1)[512:512 + 24 * 64].view(1, 1, 24, 64))
+    with pytest.raises(ValueError, match=refusal("kv_cache[0][1]").replace("(.|", "(.*'down'.*|")):
+        submission.build_layer(*arguments)
+
+
+def test_batch_sizes_other_than_one_are_refused_by_name(submission, chip):
+    arguments = chip.layer()
+    handle = submission.build_layer(*arguments)
+    words = "got shape .*, batch size 2; accepted: shape .*, batch size 1"
+    with pytest.raises(ValueError, match="^x: " + words):
+        submission.layer_step(handle, chip.tensor(torch.zeros(2, 128, dtype=torch.bfloat16)), 70)
+    k, v = arguments[1][0]
+    with pytest.raises(ValueError, match=r"^kv_cache\[0\]\[1\]: " + words):
+        submission.build_layer(arguments[0], [(k, torch.cat([v, v]))], *arguments[2:])
 
 
 @pytest.mark.parametrize("n_q, n_kv", [(3, 2), (17, 1), (64, 3)])
@@ -508,6 +616,85 @@ def test_another_stream_waits_for_the_last(built, monkeypatch):
         returning(handle, 0, stream)
         submission.layer_step(handle, x, 70)
     assert len(calls) == 2 and handle.stream == 7     # a capture is not the last step
+
+
+# ------------------------------------------------------------------------------------- lifetimes
+
+def test_values_written_in_place_are_seen_and_new_tensors_after_refresh(submission, chip):
+    arguments, other = chip.layer(), chip.layer(seed=2)
+    handle, x = submission.build_layer(*arguments), chip.tensor(ref.make_x(SHAPE, 1, 70))
+    theirs = chip.values(submission.layer_step(submission.build_layer(*other), x, 70))
+    ours = chip.values(submission.layer_step(handle, x, 70))
+    mine, new = arguments[0]["layers"][0], other[0]["layers"][0]
+    before = {name: t.clone() for name, t in mine.items()}
+    for name in mine:
+        mine[name].copy_(new[name])                     # in place: the next step sees it
+    arguments[1][0][0].copy_(other[1][0][0]), arguments[1][0][1].copy_(other[1][0][1])
+    assert ref.differing(chip.values(submission.layer_step(handle, x, 70)), theirs) == 0
+    arguments[0]["layers"][0] = {name: chip.tensor(t.as_subclass(torch.Tensor)) for name, t in before.items()}
+    arguments[1][0] = tuple(chip.tensor(t) for t in ref.make_cache(SHAPE, 1)[0])
+    assert ref.differing(chip.values(submission.layer_step(handle, x, 70)), theirs) == 0
+    submission.refresh(handle)                          # others in the dict: refresh sees them
+    assert ref.differing(chip.values(submission.layer_step(handle, x, 70)), ours) == 0
+    assert {t.data_ptr() for t in handle.tensors} == {
+        t.data_ptr() for t in [*arguments[0]["layers"][0].values(), *arguments[1][0]]}
+    arguments[0]["layers"][0]["up"] = None              # refused, and the handle stays as it was
+    with pytest.raises(ValueError, match=re.escape("weights['layers'][0]['up']: got")):
+        submission.refresh(handle)
+    assert ref.differing(chip.values(submission.layer_step(handle, x, 70)), ours) == 0
+    submission.teardown(handle)
+    with pytest.raises(RuntimeError, match="after teardown"):
+        submission.refresh(handle)
+
+
+def chip_bytes(chip):
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    assert chip.library.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)) == 0
+    return free.value
+
+
+def test_a_thousand_handles_leave_no_memory_behind(submission, chip):
+    arguments, x = chip.layer(), chip.tensor(ref.make_x(SHAPE, 1, 70))
+    free = chip_bytes(chip)
+    for i in range(1000):
+        handle = submission.build_layer(*arguments)
+        if i % 50 == 0:
+            submission.refresh(handle)
+        if i % 3:
+            submission.teardown(handle)                 # every third is only dropped
+    del handle
+    gc.collect()
+    assert chip_bytes(chip) == free and not submission.LIVE
+    assert all(t.data_ptr() for t in arguments[1][0])
+    assert submission.layer_step(submission.build_layer(*arguments), x, 70) is not None
+
+
+def test_a_build_that_fails_leaves_nothing(submission, chip):
+    arguments = chip.layer()
+    free, failures = chip_bytes(chip), 0
+    for nth in range(1, 50):
+        chip.library.cpu_fail_call(nth)
+        try:
+            handle = submission.build_layer(*arguments)
+            break
+        except RuntimeError as error:
+            assert "stage 7: " in str(error) and "driver" in str(error)
+            failures += 1
+        finally:
+            chip.library.cpu_fail_call(0)
+        gc.collect()
+        assert chip_bytes(chip) == free and not submission.LIVE, nth
+    assert failures >= 5
+    submission.teardown(handle)
+    assert chip_bytes(chip) == free
+
+
+def test_operators_are_made_where_there_are_operators(submission):
+    has = hasattr(torch.library, "custom_op")
+    assert submission.HAS_OPERATORS == has == hasattr(submission, "step_operator")
+    assert submission.tracing() is False
+    if has:
+        assert load().step_operator is not submission.step_operator     # loaded twice: two names
 
 
 # --------------------------------------------------------------------------------------- grading
