@@ -45,8 +45,10 @@ help:
 	@echo 'make plots        data/ -> the figures in plots/, and the table in README.md; needs no GPU'
 	@echo 'make weave        layer.nw -> paper/layer.pdf'
 	@echo 'make check        all tests; those that need a GPU are skipped where there is none'
-	@echo 'make check-gpu    those that need a GPU, alone'
-	@echo 'make mutants      plants single faults in stage 7 and says which of them the CPU runs catch'
+	@echo 'make check-gpu    those that need a GPU, alone -> data/check-gpu.txt'
+	@echo 'make sanitize     compute-sanitizer on stage 7, on a GPU -> data/sanitize.txt'
+	@echo 'make fuzz         random input for what reads text, random shapes for stage 7; SECONDS=600'
+	@echo 'make mutants      plants single faults in stages 6 to 8 and says which of them the CPU runs catch'
 	@echo 'make dist         build/layer-VERSION.tar.gz: sources, tangled files, document, data'
 	@echo 'make clean        remove build/'
 
@@ -365,11 +367,25 @@ check: | $(FIRST)
 	@$(MAKE) -s build/liboracle.so
 	@$(pytest) $(TESTS)
 
+# Alone and in one process, so that tests have the GPU to themselves. A whole run is kept.
 check-gpu: | $(FIRST)
-	@$(python_is_here)
 	@$(gpu_is_here) || { echo 'check-gpu: no NVIDIA GPU here'; exit 2; }
-	@$(MAKE) -s build/liboracle.so
-	@PYTHONDONTWRITEBYTECODE=1 '$(PYTHON)' -m pytest tests -v -m gpu $(TESTS)
+	@[ -n '$(NVCC)' ] || { echo 'check-gpu: there is a GPU but no nvcc'; exit 2; }
+	@python=$$($(python_with_a_gpu)); \
+	    "$$python" -c 'import pytest' >/dev/null 2>&1 || { \
+	        echo "check-gpu: no Python here has pytest and a PyTorch that can use the GPU"; exit 2; }; \
+	    $(MAKE) -s -j"$$(nproc)" build/liboracle.so build/gpu/oracle/oracle.o \
+	        $(STAGES_HERE:%=build/gpu/stage%/driver) $(STAGES_HERE:%=build/gpu/stage%/liblayer.so); \
+	    PYTHONDONTWRITEBYTECODE=1 $(if $(TESTS),,CHECK_GPU=data/check-gpu.txt) \
+	        "$$python" -m pytest tests -v -m gpu --durations=10 $(TESTS)
+
+# NVIDIA's own checker, on a step of stage 7's driver at a small shape -> data/sanitize.txt
+.PHONY: sanitize
+sanitize: | $(FIRST)
+	@$(gpu_is_here) || { echo 'sanitize: no NVIDIA GPU here'; exit 2; }
+	@[ -n '$(NVCC)' ] || { echo 'sanitize: there is a GPU but no nvcc'; exit 2; }
+	@$(MAKE) -s build/gpu/stage7/driver
+	@python3 tests/sanitize.py --out data/sanitize.txt
 
 # Several minutes on two cores.
 .PHONY: mutants

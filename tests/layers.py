@@ -1,4 +1,7 @@
-"""A stage on the CPU target, called from Python: tensors in that target's memory, steps, bits."""
+"""A stage called from Python through its C interface: tensors in its memory, steps, bits.
+
+On the CPU target; or on a GPU where LAYERS_ON=gpu says so, as test_gpu.py does in a process of
+its own."""
 import ctypes
 import functools
 import os
@@ -12,22 +15,31 @@ sys.path.insert(0, str(tools.ROOT))
 import reference as ref  # noqa: E402
 
 BAD_ARGUMENT, BAD_ALIGNMENT, BAD_SHAPE, BAD_POSITION, BAD_DEVICE, NO_MEMORY, CUDA_FAILED = range(1, 8)
+GPU = os.environ.get("LAYERS_ON") == "gpu"
 SMALL = ref.Shape(d=128, ffn=192, n_q=4, n_kv=2, hd=64, prefill=130, max_seq_len=132)
 
 
 @functools.lru_cache(None)
 def library(stage, sms=2):
-    """The stage and the CPU target in one library, which is loaded once a process."""
-    path = tools.build(f"build/cpu/plain/{stage}/liblayer.so")
+    """The stage, for a GPU or with the CPU target, in one library that is loaded once a process."""
+    path = tools.build(f"build/{'gpu' if GPU else 'cpu/plain'}/{stage}/liblayer.so")
     os.environ["CPU_SMS"] = str(sms)
     lib, p = ctypes.CDLL(str(path)), ctypes.c_void_p
     lib.layer_step.argtypes = (p, p, ctypes.c_int64, p, p)
     lib.layer_step_at.argtypes = (p, p, p, p, p)
     lib.layer_teardown.argtypes = lib.layer_status.argtypes = (p,)
-    lib.cudaFree.argtypes = (p,)
-    lib.cudaMalloc.argtypes = (p, ctypes.c_size_t)
     lib.layer_strerror.restype = ctypes.c_char_p
+    if not GPU:
+        lib.cudaFree.argtypes = (p,)
+        lib.cudaMalloc.argtypes = (p, ctypes.c_size_t)
     return lib
+
+
+def synchronize(lib):
+    if GPU:
+        torch.cuda.synchronize()
+    else:
+        assert lib.cudaDeviceSynchronize() == 0
 
 
 class Memory:
@@ -37,6 +49,8 @@ class Memory:
         self.lib, self.addresses = lib, []
 
     def tensor(self, like):
+        if GPU:
+            return like.cuda()
         address, size = ctypes.c_void_p(), like.numel() * like.element_size()
         assert self.lib.cudaMalloc(ctypes.byref(address), size) == 0
         self.addresses.append(address)
@@ -50,6 +64,8 @@ class Memory:
 
 
 def free_bytes(lib):
+    if GPU:
+        return torch.cuda.mem_get_info()[0]
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     assert lib.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)) == 0
     return free.value
@@ -89,12 +105,17 @@ class Layer:
         call = self.lib.layer_step_at if on_device else self.lib.layer_step
         status = call(*arguments)
         assert status == 0, self.lib.layer_strerror(status)
-        assert self.lib.cudaDeviceSynchronize() == 0
-        return self.out.clone()
+        synchronize(self.lib)
+        return self.out.cpu().clone()
+
+    def caches(self):
+        """Copies of K and V."""
+        synchronize(self.lib)
+        return self.k.cpu().clone(), self.v.cpu().clone()
 
     def rows(self, pos):
         """Copies of the rows (n_kv, hd) of K and V."""
-        return self.k[0, :, pos].clone(), self.v[0, :, pos].clone()
+        return tuple(tensor[0, :, pos].cpu().clone() for tensor in (self.k, self.v))
 
     def teardown(self):
         status, self.handle = self.lib.layer_teardown(self.handle), None

@@ -79,7 +79,7 @@ def test_a_step_that_fails_is_reported_and_the_next_one_is_right(stage):
         layer.lib.cpu_fail_call(nth)
         status = layer.lib.layer_step(layer.handle, layer.x.data_ptr(), 130, layer.out.data_ptr(), None)
         layer.lib.cpu_fail_call(0)
-        assert layer.lib.cudaDeviceSynchronize() == 0
+        layers.synchronize(layer.lib)
         if status == 0:
             break
         assert status == layers.CUDA_FAILED
@@ -130,7 +130,7 @@ def test_steps_after_two_to_the_32nd(stage, age):
     for pos in range(121, 131):
         x = ref.make_x(SMALL, 1, pos)
         assert ref.differing(old.step(x, pos), new.step(x, pos)) == 0, pos
-    assert ref.differing(old.k, new.k) == 0
+    assert all(ref.differing(a, b) == 0 for a, b in zip(old.caches(), new.caches()))
 
 
 @pytest.mark.parametrize("stage", COUNTING)
@@ -140,7 +140,7 @@ def test_every_count_passes_the_wrap(stage):
     old, new = Layer(stage, SMALL, weights, cache), Layer(stage, SMALL, weights, cache)
     x = ref.make_x(SMALL, 1, 130)
     expected = new.step(x, 130)
-    for each in range(2, 400, 13):                  # what a counter grows by in a step
+    for each in range(2, 400, 23):                  # what a counter grows by in a step
         old.teardown()
         assert old.build() == 0
         old.step(x, 130)
