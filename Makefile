@@ -387,6 +387,15 @@ sanitize: | $(FIRST)
 	@$(MAKE) -s build/gpu/stage7/driver
 	@python3 tests/sanitize.py --out data/sanitize.txt
 
+# SECONDS for each of the programs, then DRAWS shapes: about an hour on two cores.
+.PHONY: fuzz
+SECONDS := 600
+DRAWS := 500
+fuzz: | $(FIRST)
+	@command -v clang >/dev/null || { echo 'fuzz: no clang here; on Debian: apt-get install clang'; exit 2; }
+	@$(MAKE) -s $(foreach b,plain asan,build/cpu/$b/stage7/driver)
+	@python3 tests/fuzz.py --seconds=$(SECONDS) --draws=$(DRAWS)
+
 # Several minutes on two cores.
 .PHONY: mutants
 mutants: | $(FIRST)
