@@ -399,7 +399,8 @@ fuzz: | $(FIRST)
 # Several minutes on two cores.
 .PHONY: mutants
 mutants: | $(FIRST)
-	@python3 tests/mutants.py --out build/mutants.txt
+	@$(python_is_here)
+	@PYTHON='$(PYTHON)' '$(PYTHON)' tests/mutants.py --out build/mutants.txt
 
 # ---------------------------------------------------------------- dist
 # Named after the commit where there is one, else after the day.

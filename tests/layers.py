@@ -22,7 +22,8 @@ SMALL = ref.Shape(d=128, ffn=192, n_q=4, n_kv=2, hd=64, prefill=130, max_seq_len
 @functools.lru_cache(None)
 def library(stage, sms=2):
     """The stage, for a GPU or with the CPU target, in one library that is loaded once a process."""
-    path = tools.build(f"build/{'gpu' if GPU else 'cpu/plain'}/{stage}/liblayer.so")
+    path = os.environ.get("LAYER_LIBRARY")           # of a mutant
+    path = path or tools.build(f"build/{'gpu' if GPU else 'cpu/plain'}/{stage}/liblayer.so")
     os.environ["CPU_SMS"] = str(sms)
     lib, p = ctypes.CDLL(str(path)), ctypes.c_void_p
     lib.layer_step.argtypes = (p, p, ctypes.c_int64, p, p)

@@ -95,6 +95,27 @@ def test_null_is_torn_down_and_refused():
     assert lib.layer_step(None, 4096, 0, 4096, None) == layers.BAD_ARGUMENT
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_addresses_that_are_refused(stage):
+    weights, cache = drawn()
+    layer = Layer(stage, SMALL, weights, cache)
+    x, out, at = layer.x.data_ptr(), layer.out.data_ptr(), layer.at.data_ptr()
+    for call, pos in ((layer.lib.layer_step, 130), (layer.lib.layer_step_at, at)):
+        for bad in ((x + 8, pos, out), (x, pos, out + 8), (x + 2, pos, out), (x, pos, out + 2)):
+            assert call(layer.handle, *bad, None) == layers.BAD_ALIGNMENT
+        for bad in ((None, pos, out), (x, pos, None)):
+            assert call(layer.handle, *bad, None) == layers.BAD_ARGUMENT
+    assert layer.lib.layer_step_at(layer.handle, x, at + 4, out, None) == layers.BAD_ALIGNMENT
+    assert layer.lib.layer_step_at(layer.handle, x, None, out, None) == layers.BAD_ARGUMENT
+    layer.teardown()
+    for name, whole in list(layer.w.items()):
+        for offset, status in ((8, layers.BAD_ALIGNMENT), (None, layers.BAD_ARGUMENT)):
+            layer.w[name] = type("Elsewhere", (), dict(
+                data_ptr=lambda self: whole.data_ptr() + offset if offset else None))()
+            assert layer.build() == status and layer.handle is None, name
+        layer.w[name] = whole
+
+
 LEAVE = """
 import sys; sys.path.insert(0, sys.argv[1])
 import layers
