@@ -138,6 +138,8 @@ def test_x_of_zeros_outliers_and_tiny_numbers(stage):
         assert error <= limit(stage)
         if stage in LATER and each.count_nonzero():
             assert ref.element_excess(layer.rows(130)[0], right) <= 1
+    huge = (x.float() * 1e20).to(torch.bfloat16)        # squares overflow: the normed vector is zero
+    assert ref.differing(Layer(stage, SMALL, weights, cache).step(huge, 130), huge) == 0
     error, layer, _ = error_of(stage, weights, cache, torch.zeros_like(x), 0)
     assert not layer.rows(0)[0].count_nonzero() and not layer.rows(0)[1].count_nonzero()
     assert ref.differing(layer.step(torch.zeros_like(x), 0), torch.zeros_like(x)) == 0

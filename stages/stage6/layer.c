@@ -287,6 +287,8 @@ int layer_teardown(layer *l)
 
 const char *layer_strerror(int status)
 {
+    if (status == LAYER_CUDA_FAILED && cudaPeekAtLastError())
+        return cudaGetErrorString(cudaPeekAtLastError());
     static const char *text[] = {
         "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
         "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
