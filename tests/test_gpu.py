@@ -156,12 +156,13 @@ def hazard_all_one_launch_stages_at_once():
 
 def victim():
     case = Case(shape=ref.Shape(d=4096, ffn=14336, n_q=32, n_kv=8, prefill=4096, max_seq_len=4224))
-    case.step(4096)
+    x = case.x(4096)
+    case.step(4096, x)
     torch.cuda.synchronize()
     print("stepping", flush=True)
     while True:
         for pos in range(4096, 4160):
-            case.step(pos)
+            case.step(pos, x)
         torch.cuda.synchronize()
 
 

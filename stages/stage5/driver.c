@@ -970,7 +970,15 @@ int main(int argc, char **argv)
     struct cudaDeviceProp p;
     int count = 0;
     read_options(argc, argv);
-    if (cudaGetDeviceCount(&count) || !count)
+    /* see that there is a device */
+    int driver = 0, runtime = 0;
+    cudaError_t e = cudaGetDeviceCount(&count);
+    cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime);
+    if (e && e != cudaErrorNoDevice)
+        die(2, "stage %d: %s (the driver is for CUDA %d.%d, the runtime %d.%d)", STAGE,
+            cudaGetErrorString(e), driver / 1000, driver % 1000 / 10, runtime / 1000,
+            runtime % 1000 / 10);
+    if (e || !count)
         die(2, "stage %d: no CUDA device; build for the CPU target instead", STAGE);
     cuda(cudaGetDeviceProperties(&p, 0), "device properties");
     if (p.major < 9)
