@@ -2237,7 +2237,6 @@ def refuse_handle(handle):
         refuse("handle", type(handle).__name__, "what build_layer returned")
     raise RuntimeError("the handle is used after teardown")
 
-# submission: a step inside torch.compile
 HAS_OPERATORS = hasattr(torch.library, "custom_op")
 tracing = torch.compiler.is_dynamo_compiling if HAS_OPERATORS else bool   # False
 
@@ -2262,7 +2261,7 @@ if HAS_OPERATORS:
     step_operator = operator_of("step", int)
     step_at_operator = operator_of("step_at", torch.Tensor)
 
-# submission: refresh and tear down
+# submission: tear down
 def refresh(handle):
     """Takes the tensors that the dict of weights and the list of caches hold now, in
     the place of those they held before. Refuses what build_layer refuses, and then
