@@ -270,13 +270,13 @@ HOST = [
     ("gate and up swapped", "a->gate = l->w.gate, a->up = l->w.up", "a->gate = l->w.up, a->up = l->w.gate"),
     ("norms swapped", "a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;",
      "a->in_norm = l->w.post_norm, a->post_norm = l->w.in_norm;"),
-    ("position max_seq_len is taken by the host", "pos >= l->c.max_seq_len) return", "pos > l->c.max_seq_len) return"),
+    ("position max_seq_len is taken by the host", "|| pos >= l->c.max_seq_len)", "|| pos > l->c.max_seq_len)"),
     ("negative positions are taken", "if (pos < 0 || pos >=", "if (pos >="),
     ("alignment by the even byte", "((uintptr_t)p & 15) != 0", "((uintptr_t)p & 1) != 0"),
     ("alignment of x_out is not asked", "if (misaligned(x) || misaligned(x_out))", "if (misaligned(x))"),
     ("alignment of a position is not asked", "if ((uintptr_t)pos_on_device & 7)", "if ((uintptr_t)pos_on_device & 0)"),
-    ("a null pointer among the weights", "if (!all[i]) return", "if (0) return"),
-    ("any number of KV heads", "if (c->n_q % c->n_kv || c->n_q / c->n_kv > 16) return LAYER_BAD_SHAPE;", ""),
+    ("a null pointer among the weights", "if (!all[i]", "if (0 && !all[i]"),
+    ("any number of KV heads", "c->n_q % c->n_kv", "0"),
     ("rows of the cache for the position on the device", "{ pos_on_device, 0, l->c.max_seq_len }",
      "{ pos_on_device, 0, l->c.max_seq_len + 1 }"),
     ("scratch is not given back", "if (l->scratch && cudaFree(l->scratch)) bad = 1;", ""),
@@ -289,8 +289,8 @@ HOST = [
 HOST_6 = [
     ("shared memory without the room for block sums", "l->shared = (numbers + 32) * sizeof(float)",
      "l->shared = numbers * sizeof(float)"),
-    ("shared memory for the narrower vector", "a->d > a->ffn ? a->d : a->ffn", "a->d < a->ffn ? a->d : a->ffn"),
-    ("shared memory of a tile without its values", " + (size_t)(SPLIT_KEYS * a->hd / 2);", ";"),
+    ("half of the shared memory", "(numbers + 32) *", "(numbers / 2 + 32) *"),
+    ("shared memory of a tile without its values", " + (size_t)(SPLIT_KEYS *", " + 0 * (size_t)(SPLIT_KEYS *"),
     ("a split too few has memory", "(l->c.max_seq_len + SPLIT_KEYS - 1) / SPLIT_KEYS)", "l->c.max_seq_len / SPLIT_KEYS)"),
 ]
 
