@@ -53,7 +53,7 @@ def keep(path, counted):
     where = subprocess.run(
         [sys.executable, "-c", "import reference; [print(f'# {k}: {v}') for k, v in reference.provenance("
          "'pytest -m gpu; each test that may hang in a process of its own, under a watchdog').items()]"],
-        cwd=tools.ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+        cwd=tools.ROOT, stdout=subprocess.PIPE, text=True).stdout or "# gpu: unknown"
     new = tools.ROOT / (path + ".new")
     new.write_text("\n".join([where.rstrip(), *notes, counted]) + "\n", encoding="utf-8")
     new.replace(tools.ROOT / path)
