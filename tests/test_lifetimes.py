@@ -55,7 +55,7 @@ def test_a_build_that_fails_half_way_leaves_nothing(stage):
     expected = layer.step(x, 130)
     layer.teardown()
     free, seen, host = layers.free_bytes(layer.lib), set(), None
-    for nth in range(1, 50):
+    for nth in range(1, 1000):
         layer.lib.cpu_fail_call(nth)
         status = layer.build()
         layer.lib.cpu_fail_call(0)
