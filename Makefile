@@ -47,8 +47,10 @@ help:
 	@echo 'make plots        data/ -> the figures in plots/, and the table in README.md; needs no GPU'
 	@echo 'make weave        layer.nw -> paper/layer.pdf'
 	@echo 'make check        all tests; those that need a GPU are skipped where there is none'
-	@echo 'make check-gpu    those that need a GPU, alone'
-	@echo 'make mutants      plants single faults in stage 7 and says which of them the CPU runs catch'
+	@echo 'make check-gpu    those that need a GPU, alone -> data/check-gpu.txt'
+	@echo 'make sanitize     compute-sanitizer on stage 7, on a GPU -> data/sanitize.txt'
+	@echo 'make fuzz         random input for what reads text, random shapes for stage 7; SECONDS=600'
+	@echo 'make mutants      plants single faults in stages 6 to 8 and says which of them the CPU runs catch'
 	@echo 'make dist         build/layer-VERSION.tar.gz: sources, tangled files, document, data'
 	@echo 'make clean        remove build/'
 
@@ -166,12 +168,12 @@ build/liboracle.so: stages/oracle/oracle.c stages/oracle/oracle.h
 	@$(CC) $(CFLAGS) -O2 -shared -fPIC -o $@.tmp $< -lm && mv -f $@.tmp $@
 
 # ---------------------------------------------------------------- the CPU target
-# Four builds: plain; timers, the same with them compiled in; asan, all of it under
-# AddressSanitizer; tsan, in which only the
+# Four builds: plain, which the tests also load as a library and may age; timers, with
+# them compiled in; asan, all of it under AddressSanitizer; tsan, in which only the
 # kernels are instrumented, since the CPU target itself tells ThreadSanitizer what its
 # primitives order.
 BUILDS := plain asan tsan timers
-CPU_FLAGS_plain := -O2
+CPU_FLAGS_plain := -O2 -fPIC -DAGEING
 CPU_FLAGS_timers := -O2 -DTIMERS
 CPU_FLAGS_asan  := -O1 -fno-omit-frame-pointer -fsanitize=address -DASAN
 CPU_FLAGS_tsan  := -O1 -fno-omit-frame-pointer -DTSAN
@@ -200,6 +202,11 @@ $(STAGES_HERE:%=build/cpu/$(1)/stage%/driver): build/cpu/$(1)/stage%/driver: \
 	@$(CC) $(LINK_FLAGS_$(1)) -o $$@ $$(filter %.o,$$^) -lm
 endef
 $(foreach b,$(BUILDS),$(eval $(call cpu_build,$(b))))
+
+$(STAGES_HERE:%=build/cpu/plain/stage%/liblayer.so): build/cpu/plain/stage%/liblayer.so: \
+    $(addprefix build/cpu/plain/stage%/,kernels.o layer.o) build/cpu/plain/cpu/cpu.o
+	@echo "  LINK  $@"
+	@$(CC) -shared -Wl,-Bsymbolic -o $@.new $(filter %.o,$^) -lm && mv -f $@.new $@
 
 # ---------------------------------------------------------------- the GPU
 NVCC = $(eval NVCC := $$(firstword $$(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)))$(NVCC)
@@ -368,16 +375,40 @@ check: | $(FIRST)
 	@$(MAKE) -s build/liboracle.so
 	@$(pytest) $(TESTS)
 
+# Alone and in one process, so that tests have the GPU to themselves. A whole run is kept.
 check-gpu: | $(FIRST)
-	@$(python_is_here)
 	@$(gpu_is_here) || { echo 'check-gpu: no NVIDIA GPU here'; exit 2; }
-	@$(MAKE) -s build/liboracle.so
-	@PYTHONDONTWRITEBYTECODE=1 '$(PYTHON)' -m pytest tests -v -m gpu $(TESTS)
+	@[ -n '$(NVCC)' ] || { echo 'check-gpu: there is a GPU but no nvcc'; exit 2; }
+	@python=$$($(python_with_a_gpu)); \
+	    "$$python" -c 'import pytest' >/dev/null 2>&1 || { \
+	        echo "check-gpu: no Python here has pytest and a PyTorch that can use the GPU"; exit 2; }; \
+	    $(MAKE) -s -j"$$(nproc)" build/liboracle.so build/gpu/oracle/oracle.o \
+	        $(STAGES_HERE:%=build/gpu/stage%/driver) $(STAGES_HERE:%=build/gpu/stage%/liblayer.so); \
+	    PYTHONDONTWRITEBYTECODE=1 $(if $(TESTS),,CHECK_GPU=data/check-gpu.txt) \
+	        "$$python" -m pytest tests -v -m gpu --durations=10 $(TESTS)
+
+# NVIDIA's own checker, on a step of stage 7's driver at a small shape -> data/sanitize.txt
+.PHONY: sanitize
+sanitize: | $(FIRST)
+	@$(gpu_is_here) || { echo 'sanitize: no NVIDIA GPU here'; exit 2; }
+	@[ -n '$(NVCC)' ] || { echo 'sanitize: there is a GPU but no nvcc'; exit 2; }
+	@$(MAKE) -s build/gpu/stage7/driver
+	@python3 tests/sanitize.py --out data/sanitize.txt
+
+# SECONDS for each of the programs, then DRAWS shapes: about an hour on two cores.
+.PHONY: fuzz
+SECONDS := 600
+DRAWS := 500
+fuzz: | $(FIRST)
+	@command -v clang >/dev/null || { echo 'fuzz: no clang here; on Debian: apt-get install clang'; exit 2; }
+	@$(MAKE) -s $(foreach b,plain asan,build/cpu/$b/stage7/driver)
+	@python3 tests/fuzz.py --seconds=$(SECONDS) --draws=$(DRAWS)
 
 # Several minutes on two cores.
 .PHONY: mutants
 mutants: | $(FIRST)
-	@python3 tests/mutants.py --out build/mutants.txt
+	@$(python_is_here)
+	@PYTHON='$(PYTHON)' '$(PYTHON)' tests/mutants.py --out build/mutants.txt
 
 # ---------------------------------------------------------------- dist
 # Named after the commit where there is one, else after the day.

@@ -1,8 +1,14 @@
-"""Counts what passed, failed and was skipped, and skips what needs a GPU where there is none."""
+"""Counts what passed, failed and was skipped, and skips what needs a GPU where there is none. What
+the tests of a GPU found is kept in the file that CHECK_GPU names."""
+import os
+import subprocess
+import sys
+
 import pytest
 
 import tools
 
+notes = []          # lines for the file: a verdict and the time of each test, and what it says to note
 counts = {"passed": 0, "failed": 0, "skipped": 0}
 
 
@@ -22,6 +28,9 @@ def pytest_runtest_logreport(report):
         counts["skipped"] += 1
     elif report.when == "call":
         counts["passed"] += 1
+    if report.when == "call" or not report.passed:
+        notes.append(f"{report.outcome:8} {report.duration:6.1f} s  {report.nodeid}")
+        notes.extend(" " * 19 + line for line in report.capstdout.splitlines() if line.startswith("note: "))
 
 
 def pytest_collectreport(report):
@@ -33,7 +42,21 @@ def pytest_collectreport(report):
 
 def pytest_unconfigure(config):
     if not hasattr(config, "workerinput"):
-        print("check: {passed} passed, {failed} failed, {skipped} skipped".format(**counts))
+        counted = "{passed} passed, {failed} failed, {skipped} skipped".format(**counts)
+        if os.environ.get("CHECK_GPU") and tools.gpu_is_here() and counts["passed"] + counts["failed"]:
+            keep(os.environ["CHECK_GPU"], counted)
+        print("check: " + counted)
+
+
+def keep(path, counted):
+    """Writes the result with where and when it was got, in place of the last one."""
+    where = subprocess.run(
+        [sys.executable, "-c", "import reference; [print(f'# {k}: {v}') for k, v in reference.provenance("
+         "'pytest -m gpu; each test that may hang in a process of its own, under a watchdog').items()]"],
+        cwd=tools.ROOT, stdout=subprocess.PIPE, text=True).stdout or "# gpu: unknown"
+    new = tools.ROOT / (path + ".new")
+    new.write_text("\n".join([where.rstrip(), *notes, counted]) + "\n", encoding="utf-8")
+    new.replace(tools.ROOT / path)
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Plants single faults in stage 7's kernels and says which of them the CPU runs catch.
+"""Plants single faults in the stages that are one launch and says which of them are caught.
 
-Each mutant is stages/stage7/kernels.cu with one text replaced by another. It is built for
-the CPU target in its three builds, plain, asan and tsan, and run at small shapes; a run that
-ends with anything but PASS catches it. A text that does not stand in the source exactly
-once, and a mutant that does not compile, are errors: the list must follow the source.
+Each mutant is one file of a stage, kernels.cu or layer.c, with one text replaced by another. It
+is built for the CPU target, plain, then asan, then tsan, and its driver run at small shapes, until
+a run ends with anything but PASS, which catches it. What passes all of these is given to the tests
+of numbers and lifetimes. A text that does not stand in the source exactly once, and a mutant that
+does not compile, are errors: the list must follow the source.
 
 Exit status: 0 when all faults are caught but those with a reason why not, 1 when not, 2 when
 the list does not fit the source, or when the source without a fault does not pass."""
@@ -21,8 +22,8 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-STAGE = "stage7"
-REQUIRED = 0.9     # of all faults: below it the runs are too weak, whatever the reasons
+PYTHON = os.environ.get("PYTHON") or sys.executable
+REQUIRED = 0.95    # of all faults: below it the runs are too weak, whatever the reasons
 SECONDS = 90       # of one run; a mutant may spin for ever
 
 ONE_KV = "--d=128 --ffn=192 --n-q=2 --n-kv=1 --hd=64 --prefill=70"     # 2 pieces, unequal
@@ -30,14 +31,21 @@ PIECES = "--d=128 --ffn=384 --n-q=4 --n-kv=2 --hd=64 --prefill=70"     # 2 piece
 OCTETS = "--d=64 --ffn=64 --n-q=12 --n-kv=1 --hd=64 --prefill=70"      # 12 heads a KV head
 UNITS = "--d=64 --ffn=64 --n-q=16 --n-kv=16 --hd=64 --prefill=1000"    # 8 units of 2 tiles
 LONG = "--d=64 --ffn=64 --n-q=65 --n-kv=65 --hd=64 --rows=640 --at=600,5"   # 10 tiles a unit
+SPLITS = "--d=64 --ffn=128 --n-q=6 --n-kv=2 --hd=64 --prefill=255"     # stage 6: 2 splits and 3
 RUNS = {           # of each build: shape, CPU_SMS, seed
     "plain": [(ONE_KV, 2, 1), (PIECES, 3, 2), (PIECES, 4, 3), (OCTETS, 2, 1), (UNITS, 3, 1),
               (LONG, 3, 1)],
     "asan": [(ONE_KV, 3, 1), (PIECES, 3, 2)],
     "tsan": [(ONE_KV, 2, 1), (PIECES, 3, 2), (LONG, 2, 1)],
 }
+RUNS_6 = {
+    "plain": [(ONE_KV, 2, 1), (PIECES, 3, 2), (SPLITS, 3, 1)],
+    "asan": [(ONE_KV, 3, 1), (SPLITS, 2, 2)],
+    "tsan": [(ONE_KV, 2, 1), ("--d=64 --ffn=64 --n-q=2 --n-kv=2 --hd=64 --prefill=130", 3, 2)],
+}
+BUILDS = ("plain", "asan", "tsan", "tests")   # in which order they are tried
 
-# name, the text, what takes its place; REASONS says why some are not caught.
+# name, the text, what takes its place; REASONS says why some are not caught. Stage 7's kernels:
 MUTANTS = [
     # barriers and waits within a block
     ("block barrier gone after mbarrier_init", "    __syncthreads();\n", ""),
@@ -183,13 +191,143 @@ MUTANTS = [
     ("merge of units: a unit too few", "n.units - u, head, i);", "n.units - u - 1, head, i);"),
 ]
 
+SIX = [
+    # the grid barrier
+    ("arrivals are not counted on", "    *arrivals += gridDim.x;\n", ""),
+    ("grid barrier lets go one arrival early", "wait_at_least(barrier, *arrivals)",
+     "wait_at_least(barrier, *arrivals - 1)"),
+    ("grid barrier expects one arrival too many", "*arrivals += gridDim.x", "*arrivals += gridDim.x + 1"),
+    ("grid barrier does not wait", "        wait_at_least(barrier, *arrivals);\n", ""),
+    ("grid barrier arrives without release", "atomic_add_release(barrier, 1)", "atomic_add_relaxed(barrier, 1)"),
+    ("grid barrier counts an arrival twice", "atomic_add_release(barrier, 1)", "atomic_add_release(barrier, 2)"),
+    ("block does not meet before it arrives", "gridDim.x;\n    __syncthreads();\n", "gridDim.x;\n"),
+    ("block does not meet after it was let go", "*arrivals);\n    }\n    __syncthreads();\n", "*arrivals);\n    }\n"),
+    ("no barrier before attention", "grid_barrier(a.barrier, &arrivals);\n    TIMED(&a, ATTEND", "TIMED(&a, ATTEND"),
+    ("no barrier before the merge", "grid_barrier(a.barrier, &arrivals);\n    TIMED(&a, MERGE", "TIMED(&a, MERGE"),
+    ("no barrier before the output projection", "grid_barrier(a.barrier, &arrivals);\n    TIMED(&a, OUT",
+     "TIMED(&a, OUT"),
+    ("no barrier before gate and up", "grid_barrier(a.barrier, &arrivals);\n    TIMED(&a, GATE_UP",
+     "TIMED(&a, GATE_UP"),
+    ("no barrier before down", "grid_barrier(a.barrier, &arrivals);\n    TIMED(&a, DOWN", "TIMED(&a, DOWN"),
+    ("the count is not kept for the next step", "if (threadIdx.x == 0) a.barrier_base[blockIdx.x] = arrivals;", ""),
+    ("the count is kept by block 0 alone", "if (threadIdx.x == 0) a.barrier_base",
+     "if (threadIdx.x + blockIdx.x == 0) a.barrier_base"),
+    # barriers within a block
+    ("block's sum is read before it is written", "= v;\n    __syncthreads();\n    v = 0;", "= v;\n    v = 0;"),
+    ("normed vector is read before it is written", "*= scale;\n    }\n    __syncthreads();\n", "*= scale;\n    }\n"),
+    ("queries overwrite the scores of the last unit",
+     "        __syncthreads();                          /* s of the last unit was read */\n", ""),
+    ("scores before the queries are in place", "sizeof *V);\n        __syncthreads();\n", "sizeof *V);\n"),
+    ("weights before the scores are in place", "rep, s);\n        __syncthreads();\n", "rep, s);\n"),
+    ("sums before the weights are in place", "kv, split);\n        __syncthreads();\n", "kv, split);\n"),
+    ("vector is read before it is copied", "sizeof *x);\n    __syncthreads();\n", "sizeof *x);\n"),
+    # who does what, and bounds
+    ("each unit done by two warps", "return (int)(gridDim.x * (blockDim.x / 32));",
+     "return (int)(gridDim.x * (blockDim.x / 32)) - 1;"),
+    ("blocks all begin with the same unit", "threadIdx.x / 32 * gridDim.x + blockIdx.x", "threadIdx.x / 32 * gridDim.x"),
+    ("keys of KV head 0 for all", "int kv = u % a->n_kv, split", "int kv = 0, split"),
+    ("keys of the next KV head", "first) * a->hd;\n        bits128 k[", "first) * a->hd * 2;\n        bits128 k["),
+    ("values of KV head 0 for all", "copy_in(V, a->v_cache + at,", "copy_in(V, a->v_cache + first * a->hd,"),
+    ("last key of the last split is left out", "left < SPLIT_KEYS ? (int)left", "left < SPLIT_KEYS ? (int)left - 1"),
+    ("a key too many in the last split", "left < SPLIT_KEYS ? (int)left", "left < SPLIT_KEYS ? (int)left + 1"),
+    ("no split for a position at a split's edge", "splits = (int)(pos / SPLIT_KEYS) + 1;\n    float",
+     "splits = (int)((pos + SPLIT_KEYS - 1) / SPLIT_KEYS);\n    float"),
+    ("merge leaves out the last split", "splits = (int)(pos / SPLIT_KEYS) + 1;\n    for",
+     "splits = (int)(pos / SPLIT_KEYS);\n    for"),
+    ("merge takes a split too many", "splits = (int)(pos / SPLIT_KEYS) + 1;\n    for",
+     "splits = (int)(pos / SPLIT_KEYS) + 2;\n    for"),
+    ("a key beyond the last is loaded and scored", "first + u * step < keys)\n", "first + u * step <= keys)\n"),
+    ("a value beyond the last key is added", "key < keys; key++", "key <= keys; key++"),
+    ("rows are read past their end", "int inside = i + 256 * u < n;", "int inside = i + 256 * u <= n;"),
+    ("products past the end of the vector", "if (i + 256 * u >= n) break;", "if (i + 256 * u > n) break;"),
+    ("position max_seq_len is taken", "pos < p.rows ? pos : -1", "pos <= p.rows ? pos : -1"),
+    ("a bad position is not remembered", "*a.status = 4;", ";"),
+    ("half of a cache row is an element off", "cache[at + half] =", "cache[at + half + 1] ="),
+    # arithmetic
+    ("upper halves of the vector not apart", "(i & 4 ? n / 2 : 0)", "(i & 4 ? n / 2 - 4 : 0)"),
+    ("scores not scaled", "+ i] * a->score_scale;", "+ i];"),
+    ("eps left out", "/ (float)d + eps)", "/ (float)d)"),
+    ("norm's weight left out", "v * w.v[j / 4].v[j % 4]", "v"),
+    ("no residual around attention", "bf16_to_f32(a->x[2 * u + r]) + y[r]", "y[r]"),
+    ("no residual around the MLP", "f32_to_bf16(a->x1[2 * u + r] + y[r])", "f32_to_bf16(y[r])"),
+    ("gate is not gated", "gate / (1.0f + expf(-gate)) * up", "gate * up"),
+    ("merge does not rescale", "expf(a->split_max[head + j] - max)", "expf(0 * (a->split_max[head + j] - max))"),
+    ("merge forgets the weights", "weight = fmaf(e, a->split_weight[head + j], weight)", "weight += e"),
+    ("maximum of a lane for that of its warp",
+     "for (int m = 16; m; m /= 2) max = fmaxf(max, shfl_xor_f32(max, m));\n    float base", "float base"),
+    ("rotation in the wrong direction", "*high = b * c + a * s;", "*high = b * c - a * s;"),
+    ("values are rotated too", "if (is_q || is_k) rotate", "rotate"),
+]
+
+# The host side that the stages share, and what is stage 6's own.
+HOST = [
+    ("scratch is not cleared", "return cudaMemset(l->scratch, 0, bytes) ? LAYER_CUDA_FAILED : LAYER_OK;",
+     "return LAYER_OK;"),
+    ("residual stream has half of its memory", "a->x1 = take(&at, (size_t)l->c.d * f)",
+     "a->x1 = take(&at, (size_t)l->c.d * f / 2)"),
+    ("queries have half of their memory", "a->roped_q = take(&at, q * f)", "a->roped_q = take(&at, q * f / 2)"),
+    ("one block more than multiprocessors", "c->max_blocks : sms;", "c->max_blocks : sms + 1;"),
+    ("launched as any kernel, not all blocks at once", "together.val.cooperative = 1", "together.val.cooperative = 0"),
+    ("eps does not reach the kernel", "a->eps = (float)l->c.eps;", ""),
+    ("scores divided by hd", "(float)(1 / sqrt((double)l->c.hd))", "(float)(1 / (double)l->c.hd)"),
+    ("RoPE turns by the wrong power", "-2.0 * i / (double)a->hd", "-1.0 * i / (double)a->hd"),
+    ("half of the RoPE angles sent", "sizeof(double) * (size_t)a->hd / 2", "sizeof(double) * (size_t)a->hd / 4"),
+    ("caches swapped", "a->k_cache = l->k_cache, a->v_cache = l->v_cache;",
+     "a->k_cache = l->v_cache, a->v_cache = l->k_cache;"),
+    ("gate and up swapped", "a->gate = l->w.gate, a->up = l->w.up", "a->gate = l->w.up, a->up = l->w.gate"),
+    ("norms swapped", "a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;",
+     "a->in_norm = l->w.post_norm, a->post_norm = l->w.in_norm;"),
+    ("position max_seq_len is taken by the host", "|| pos >= l->c.max_seq_len)", "|| pos > l->c.max_seq_len)"),
+    ("negative positions are taken", "if (pos < 0 || pos >=", "if (pos >="),
+    ("alignment by the even byte", "((uintptr_t)p & 15) != 0", "((uintptr_t)p & 1) != 0"),
+    ("alignment of x_out is not asked", "if (misaligned(x) || misaligned(x_out))", "if (misaligned(x))"),
+    ("alignment of a position is not asked", "if ((uintptr_t)pos_on_device & 7)", "if ((uintptr_t)pos_on_device & 0)"),
+    ("a null pointer among the weights", "if (!all[i]", "if (0 && !all[i]"),
+    ("any number of KV heads", "c->n_q % c->n_kv", "0"),
+    ("rows of the cache for the position on the device", "{ pos_on_device, 0, l->c.max_seq_len }",
+     "{ pos_on_device, 0, l->c.max_seq_len + 1 }"),
+    ("scratch is not given back", "if (l->scratch && cudaFree(l->scratch)) bad = 1;", ""),
+    ("handle is not given back", "    free(l);\n    return bad ?", "    return bad ?"),
+    ("a build that fails leaves what it has", "if (bad) layer_teardown(l);\n    else", "if (!bad)"),
+    ("a build that fails hands its layer out", "else *out = l;", "*out = l;"),
+    ("a failed launch is not reported", "? LAYER_CUDA_FAILED : LAYER_OK;\n}\n\n/* refuse what no stage",
+     "* 0;\n}\n\n/* refuse what no stage"),
+]
+HOST_6 = [
+    ("shared memory without the room for block sums", "l->shared = (numbers + 32) * sizeof(float)",
+     "l->shared = numbers * sizeof(float)"),
+    ("half of the shared memory", "(numbers + 32) *", "(numbers / 2 + 32) *"),
+    ("shared memory of a tile without its values", " + (size_t)(SPLIT_KEYS *", " + 0 * (size_t)(SPLIT_KEYS *"),
+    ("a split too few has memory", "(l->c.max_seq_len + SPLIT_KEYS - 1) / SPLIT_KEYS)", "l->c.max_seq_len / SPLIT_KEYS)"),
+]
+
 REASONS = {
     "proxy fence gone after writing to a slot":
         "the CPU target wants the fence before a bulk copy reads what was stored, not "
         "before one overwrites it",
+    "rows are read past their end":
+        "16 bytes too many are read and then dropped; in the driver's memory something "
+        "follows every row",
     "lo of a weight of attention left out":
         "a weight is then off by 2^-9 of itself at most: below the tolerance",
 }
+
+
+
+# stage: runs of its driver, faults of each file
+FAULTS = {
+    "stage6": (RUNS_6, {"kernels.cu": SIX, "layer.c": HOST + HOST_6}),
+    "stage7": (RUNS, {"kernels.cu": MUTANTS, "layer.c": HOST}),
+}
+if (ROOT / "stages" / "stage8").exists():     # the host side that it has in common with the others
+    SOURCE_8 = (ROOT / "stages" / "stage8" / "layer.c").read_text(encoding="utf-8")
+    FAULTS["stage8"] = (RUNS, {"layer.c": [fault for fault in HOST if SOURCE_8.count(fault[1]) == 1]})
+
+
+def all_faults():
+    """(stage, file, name, text, what takes its place) of each."""
+    return [(stage, file, *fault) for stage, (_, files) in FAULTS.items()
+            for file, faults in files.items() for fault in faults]
 
 
 def mutated(source, name, old, new):
@@ -199,62 +337,90 @@ def mutated(source, name, old, new):
 
 
 class Bench:
-    """A folder with a copy of the stage, in which its mutants are built and run."""
+    """A folder in which mutants are built from the objects of a built tree, and run."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        shutil.copy(ROOT / "Makefile", folder)
-        for part in ("cpu", "oracle", STAGE):
-            shutil.copytree(ROOT / "stages" / part, folder / "stages" / part)
-        self.source = (folder / "stages" / STAGE / "kernels.cu").read_text(encoding="utf-8")
-        targets = [f"build/cpu/{build}/{STAGE}/driver" for build in RUNS]
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
-        subprocess.run(["make", "-s", *targets], cwd=folder, env=env, check=True,
-                       stdout=subprocess.DEVNULL)
+    def __init__(self, folder, tree=None):
+        self.folder, self.tree = folder, tree or folder
+        self.sources = {(stage, file): (ROOT / "stages" / stage / file).read_text(encoding="utf-8")
+                        for stage, file, *_ in all_faults()}
+        if tree is None:
+            shutil.copy(ROOT / "Makefile", folder)
+            for part in ("cpu", "oracle", *FAULTS):
+                shutil.copytree(ROOT / "stages" / part, folder / "stages" / part)
+            env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+            subprocess.run(["make", "-s", "-j2", *targets(FAULTS)], cwd=folder, env=env, check=True,
+                           stdout=subprocess.DEVNULL)
 
-    def build(self, build, source):
-        """The path of a driver with these kernels."""
-        made = self.folder / "build" / "cpu" / build
+    def build(self, build, stage, file, source):
+        """The path of a driver, or of a library for the tests, with this source in it."""
+        own = pathlib.Path(tempfile.mkdtemp(prefix=f"{stage}-{build}-", dir=self.folder))
+        made = self.tree / "build" / "cpu" / ("plain" if build == "tests" else build)
         compiler = shlex.split((made / "flags").read_text())
-        kernels, driver = self.folder / f"kernels-{build}.cu", self.folder / f"driver-{build}"
-        compiled = self.folder / f"kernels-{build}.o"
-        kernels.write_text(source, encoding="utf-8")
+        (own / file).write_text(source, encoding="utf-8")
+        stages = self.tree / "stages"
+        include = ["-I", str(stages / "cpu"), "-I", str(stages / stage)]
         sanitizer = [flag for flag in compiler if flag.startswith("-fsanitize=")]
-        objects = [f"{STAGE}/probes.o", f"{STAGE}/layer.o", f"{STAGE}/driver.o", "cpu/cpu.o",
-                   "oracle/oracle.o"]
+        instrumented = build != "tsan" or file == "kernels.cu"
+        flags = compiler if instrumented else [flag for flag in compiler if flag not in sanitizer]
+        parts = [f"{stage}/kernels.o", f"{stage}/layer.o", "cpu/cpu.o"]
+        parts.remove(f"{stage}/{file.split('.')[0]}.o")
+        if build != "tests":
+            parts += [f"{stage}/probes.o", f"{stage}/driver.o", "oracle/oracle.o"]
+        result = own / ("liblayer.so" if build == "tests" else "driver")
+        shared = ["-shared", "-Wl,-Bsymbolic"] if build == "tests" else []
         for command in (
-                [*compiler, "-w", "-x", "c", "-I", str(self.folder / "stages" / "cpu"), "-c",
-                 str(kernels), "-o", str(compiled)],
-                [compiler[0], *sanitizer, "-o", str(driver), str(compiled),
-                 *(str(made / name) for name in objects), "-lm"]):
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  text=True)
+                [*flags, "-w", *include, *(["-x", "c"] if file == "kernels.cu" else []), "-c", str(own / file),
+                 "-o", str(own / "mutant.o")],
+                [compiler[0], *shared, *sanitizer, "-o", str(result), str(own / "mutant.o"),
+                 *(str(made / part) for part in parts), "-lm"]):
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             if done.returncode:
                 raise LookupError(f"does not compile:\n{done.stdout}")
-        return driver
+        return result
 
-    def catch(self, build, source):
+    def catch(self, build, stage, file, source):
         """How this build catches the source: in a word, or None."""
-        driver = self.build(build, source)
-        for shape, sms, seed in RUNS[build]:
-            env = dict(os.environ, CPU_SMS=str(sms), CPU_SEED=str(seed))
-            try:
-                done = subprocess.run([str(driver), *shape.split(), f"--seed={seed}"], env=env,
+        built = self.build(build, stage, file, source)
+        try:
+            if build == "tests":
+                return self.ask_the_tests(stage, built)
+            for shape, sms, seed in FAULTS[stage][0][build]:
+                env = dict(os.environ, CPU_SMS=str(sms), CPU_SEED=str(seed))
+                done = subprocess.run([str(built), *shape.split(), f"--seed={seed}"], env=env,
                                       timeout=SECONDS, stdin=subprocess.DEVNULL, text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                      errors="replace")
-            except subprocess.TimeoutExpired:
-                return "endless"
-            lines = done.stdout.strip().splitlines()
-            if done.returncode or not lines or not lines[-1].startswith("PASS"):
-                return word_for(done.returncode, done.stdout)
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+                lines = done.stdout.strip().splitlines()
+                if done.returncode or not lines or not lines[-1].startswith("PASS"):
+                    return word_for(done.returncode, done.stdout)
+        except subprocess.TimeoutExpired:
+            return "endless"
+        finally:
+            shutil.rmtree(built.parent)
         return None
 
-    def catch_all(self, source):
-        """The same of each build, two builds at a time."""
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:   # the slowest build first
-            seen = {build: pool.submit(self.catch, build, source) for build in reversed(RUNS)}
-        return {build: seen[build].result() for build in RUNS}
+    def ask_the_tests(self, stage, library):
+        """Whether the tests of numbers and lifetimes fail with this library in the stage's place."""
+        done = subprocess.run(
+            [PYTHON, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider",
+             str(ROOT / "tests" / "test_lifetimes.py"), str(ROOT / "tests" / "test_numbers.py"), "-k", stage],
+            env=dict(os.environ, LAYER_LIBRARY=str(library), PYTHONDONTWRITEBYTECODE="1"), timeout=2 * SECONDS,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if done.returncode in (2, 4, 5):
+            raise LookupError(f"pytest could not run the tests of {stage}: exit status {done.returncode}")
+        return None if done.returncode == 0 else "test" if done.returncode == 1 else "crash"
+
+    def catch_by_any(self, stage, file, source):
+        """The same of the builds in turn, until one catches it: {build: word or None}."""
+        seen = {}
+        for build in BUILDS:
+            seen[build] = self.catch(build, stage, file, source)
+            if seen[build]:
+                break
+        return seen
+
+
+def targets(stages):
+    return [f"build/cpu/{build}/{stage}/driver" for stage in stages for build in ("plain", "asan", "tsan")]
 
 
 def word_for(status, output):
@@ -270,56 +436,62 @@ def word_for(status, output):
     return "crash" if status < 0 else "wrong"
 
 
-def table(results):
-    """The results as lines: what each build saw, and why some saw nothing."""
-    width = max(len(name) for name, *_ in MUTANTS)
-    lines = [f"{'fault':{width}}  {'plain':9} {'asan':9} {'tsan':9}"]
-    for name, seen in results.items():
-        words = " ".join(f"{seen[build] or '-':9}" for build in RUNS)
-        lines.append(f"{name:{width}}  {words}".rstrip())
-        if not any(seen.values()):
-            lines.append(f"{'':{width}}  NOT CAUGHT: {REASONS.get(name, 'no reason is known')}")
-    return lines
+def line_of(stage, name, seen):
+    """What became of a fault, and why nothing did."""
+    caught = next((f"{build}: {word}" for build, word in seen.items() if word), None)
+    return f"{stage}  {name:64}  " + (caught or f"NOT CAUGHT: {REASONS.get(name, 'no reason is known')}")
 
 
 def verdict(results):
-    missed = [name for name, seen in results.items() if not any(seen.values())]
-    unexplained = [name for name in missed if name not in REASONS]
-    summary = f"{len(results) - len(missed)} of {len(results)} faults are caught"
-    return summary, not unexplained and len(results) - len(missed) >= REQUIRED * len(results)
+    """Of {(stage, name): seen}: lines that count, stage by stage, and whether that is enough."""
+    missed = [key for key, seen in results.items() if not any(seen.values())]
+    lines = []
+    for stage in sorted({stage for stage, _ in results}):
+        mine = [key for key in results if key[0] == stage]
+        lines.append(f"{stage}: {len(mine) - sum(key in missed for key in mine)} of {len(mine)} faults are caught")
+    lines.append(f"{len(results) - len(missed)} of {len(results)} faults are caught")
+    unexplained = [key for key in missed if key[1] not in REASONS]
+    return lines, not unexplained and len(results) - len(missed) >= REQUIRED * len(results)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, help="the table is also written there")
-    parser.add_argument("--only", default="", help="only faults whose name contains this")
+    parser.add_argument("--only", default="", help="only faults whose stage and name contain this")
     args = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if args.only in mutant[0]]
+    chosen = [fault for fault in all_faults() if args.only in f"{fault[0]} {fault[2]}"]
     started = time.time()
     with tempfile.TemporaryDirectory(prefix="mutants.") as folder:
-        bench, results = Bench(pathlib.Path(folder)), {}
+        bench, results, lines, unfit = Bench(pathlib.Path(folder)), {}, [], 0
         try:
-            sources = {name: mutated(bench.source, name, old, new) for name, old, new in chosen}
+            sources = [(stage, file, name, mutated(bench.sources[stage, file], name, old, new))
+                       for stage, file, name, old, new in chosen]
         except LookupError as error:
             print(f"mutants: {error}", file=sys.stderr)
             return 2
-        for build in RUNS:
-            if bench.catch(build, bench.source):
-                print(f"mutants: {build}: the source without a fault does not pass", file=sys.stderr)
-                return 2
-        for name, source in sources.items():
-            try:
-                results[name] = bench.catch_all(source)
-            except LookupError as error:
-                print(f"mutants: {name}: {error}", file=sys.stderr)
-                return 2
-            print("\n".join(table({name: results[name]})[1:]), flush=True)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            whole = [(build, stage) for stage in FAULTS for build in BUILDS]
+            for (build, stage), word in zip(whole, pool.map(lambda w: bench.catch(
+                    *w, "layer.c", bench.sources[w[1], "layer.c"]), whole)):
+                if word:
+                    print(f"mutants: {build}: {stage} without a fault does not pass", file=sys.stderr)
+                    return 2
+            tried = [pool.submit(bench.catch_by_any, stage, file, source) for stage, file, _, source in sources]
+            for (stage, _, name, _), future in zip(sources, tried):
+                try:
+                    results[stage, name] = future.result()
+                except LookupError as error:          # the others are tried all the same
+                    print(f"mutants: {stage}: {name}: {error}", file=sys.stderr)
+                    unfit += 1
+                    continue
+                lines.append(line_of(stage, name, results[stage, name]))
+                print(lines[-1], flush=True)
     summary, good = verdict(results)
-    print(f"{summary}, in {time.time() - started:.0f} s")
+    print("\n".join(summary), f", in {time.time() - started:.0f} s", sep="")
     if args.out and not args.only:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text("\n".join([*table(results), summary]) + "\n", encoding="utf-8")
-    return 0 if good else 1
+        args.out.write_text("\n".join([*lines, *summary]) + "\n", encoding="utf-8")
+    return 2 if unfit else 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -133,3 +133,12 @@ def test_nvcc_compiles(stage):
     tools.build(f"build/gpu/{stage}/liblayer.so")
     with tools.alone():
         tools.must_make("-s", "-j2", f"build/gpu-debug/{stage}/driver", "DEBUG=1")
+
+
+def test_a_driver_for_the_gpu_says_what_it_lacks():
+    """Both versions where the driver is too old, as none at all is; else that there is no device."""
+    if tools.nvcc() is None or tools.gpu_is_here():
+        pytest.skip("no nvcc, or a GPU")
+    status, output = tools.run([str(tools.build("build/gpu/stage7/driver"))])
+    assert status == 2
+    assert re.search(r"driver is for CUDA \d+\.\d, the runtime \d+\.\d\)|no CUDA device", output), output

@@ -6,7 +6,9 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
+import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STAGES = sorted(p.parent.name for p in ROOT.glob("stages/stage*/driver.c"))
@@ -17,7 +19,7 @@ PARTS = ["Makefile", "layer.nw", "stages", "paper", "plots", "tests", "README.md
 def clean_environment(**more):
     """The environment without what an outer make leaves in it."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PYTEST_"))}
-    for name in "D FFN NQ NKV HD PREFILL SEED DEBUG LINE CPU_SEED CPU_SMS".split():
+    for name in "D FFN NQ NKV HD PREFILL SEED DEBUG LINE CPU_SEED CPU_SMS CHECK_GPU LAYERS_ON".split():
         env.pop(name, None)
     return {**env, **more}
 
@@ -28,6 +30,37 @@ def run(command, cwd=ROOT, timeout=300, **env):
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, errors="replace")
     return done.returncode, done.stdout
+
+
+def watched(command, limit, **env):
+    """Runs a command that may hang: its verdict, which is "passed", "failed" or "hung", and its output."""
+    process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(**env), stdin=subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                               start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=limit)
+        return "passed" if process.returncode == 0 else "failed", f"{output}exit status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return "hung", f"{process.communicate()[0]}stopped after {limit} s"
+
+
+def in_one_process(script, names, limit):
+    """Runs `script NAME ...`, which prints "NAME passed" for each, in as few processes as it takes: a new
+    one after each that fails. The verdict and the output for each name."""
+    results, left = {}, list(names)
+    while left:
+        verdict, output = watched([sys.executable, str(script), *left], limit)
+        said = []
+        for line in output.splitlines():
+            said.append(line)
+            if line.endswith(" passed") and line[:-len(" passed")] in left:
+                results[line[:-len(" passed")]] = ("passed", "\n".join(said))
+                left.remove(line[:-len(" passed")])
+                said = []
+        if left:
+            results[left.pop(0)] = (verdict if verdict != "passed" else "failed", output)
+    return results
 
 
 def make(*targets, cwd=ROOT, **kw):

@@ -1382,6 +1382,17 @@ static cudaError_t result(cudaError_t e)
     return e;
 }
 
+/* runtime calls: a call that fails */
+static unsigned calls_until_failure; // 0: none will fail
+void cpu_fail_call(unsigned n) { calls_until_failure = n; }
+static bool fails(void)
+{
+    if (!calls_until_failure || --calls_until_failure)
+        return false;
+    last_error = cudaErrorMemoryAllocation;
+    return true;
+}
+
 /* runtime calls: starting up */
 static uint64_t from_environment(const char *name, uint64_t otherwise)
 {
@@ -1478,6 +1489,8 @@ const char *cudaGetErrorString(cudaError_t e)
 
 cudaError_t cudaGetDevice(int *device)
 {
+    if (fails())
+        return last_error;
     *device = 0;
     return cudaSuccess;
 }
@@ -1501,6 +1514,8 @@ cudaError_t cudaDriverGetVersion(int *v) { return cudaRuntimeGetVersion(v); }
 
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which, int device)
 {
+    if (fails())
+        return last_error;
     if (device != 0)
         return result(cudaErrorInvalidDevice);
     switch (which) {
@@ -1597,12 +1612,16 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
     return cudaSuccess;
 }
 
-cudaError_t cudaDeviceSynchronize(void)
+static void finish_all(void)
 {
     run_until(all_idle, NULL);
     for (unsigned i = 0; i < n_streams; i++)
         synchronize(&streams[i]);
-    return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize(void)
+{
+    finish_all();
+    return fails() ? last_error : cudaSuccess;
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream)
@@ -1623,6 +1642,8 @@ cudaError_t cudaMalloc(void **p, size_t bytes)
 {
     void *memory;
     *p = NULL;
+    if (fails())
+        return last_error;
     if (bytes == 0)
         return cudaSuccess;
     if (bytes > device_memory - allocated || posix_memalign(&memory, 256, bytes))
@@ -1641,7 +1662,7 @@ cudaError_t cudaFree(void *p)
     struct allocation **link = &allocations, *a;
     if (!p)
         return cudaSuccess;
-    cudaDeviceSynchronize();
+    finish_all();
     while (*link && (*link)->first != p)
         link = &(*link)->next;
     if (!*link)
@@ -1688,6 +1709,8 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n,
                             enum cudaMemcpyKind kind, cudaStream_t stream)
 {
     struct CUstream_st *s = stream_of(stream);
+    if (fails())
+        return last_error;
     if (!s)
         return result(cudaErrorInvalidResourceHandle);
     if (n == 0)
@@ -1707,6 +1730,8 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind
 cudaError_t cudaMemsetAsync(void *to, int byte, size_t n, cudaStream_t stream)
 {
     struct CUstream_st *s = stream_of(stream);
+    if (fails())
+        return last_error;
     if (!s)
         return result(cudaErrorInvalidResourceHandle);
     if (n == 0)
@@ -1776,7 +1801,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end)
 
 cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
-    cudaDeviceSynchronize(); // a queue may still name it
+    finish_all(); // a queue may still name it
     drop(event);
     return cudaSuccess;
 }
@@ -1786,6 +1811,8 @@ cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute wh
                                  int value)
 {
     struct kernel *k = kernel_of(function);
+    if (fails())
+        return last_error;
     if (!k)
         return result(cudaErrorInvalidDeviceFunction);
     if (which == cudaFuncAttributePreferredSharedMemoryCarveout)
@@ -1809,6 +1836,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks,
                                                           int threads, size_t shared)
 {
     const struct kernel *k = kernel_of(function);
+    if (fails())
+        return last_error;
     if (!k)
         return result(cudaErrorInvalidDeviceFunction);
     if (threads < 1)
@@ -1861,7 +1890,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *functio
                                 void **arguments)
 {
     struct kernel *k = kernel_of(function);
-    cudaError_t e = check_launch(c, k);
+    cudaError_t e = fails() ? last_error : check_launch(c, k);
     if (e != cudaSuccess)
         return result(e);
     struct grid *g = new_grid(c, k);

@@ -141,4 +141,6 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void *
 cudaError_t cudaFuncSetAttribute(const void *, enum cudaFuncAttribute, int);
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *,
                                                           int threads, size_t shared);
+
+void cpu_fail_call(unsigned n); // the nth call from now is out of memory; 0: none is
 #endif

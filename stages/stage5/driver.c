@@ -11,6 +11,7 @@
 
 /* the driver of a stage */
 #define _POSIX_C_SOURCE 200809L
+#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -53,7 +54,7 @@ struct options {
     layer_config c;
     int64_t prefill;      /* rows of the cache that are filled before the first step */
     uint64_t seed;
-    int samples, probe, csv, quick;
+    int samples, probe, csv, quick, check;
     const char *timeline; /* the file it goes to */
     const char *at;       /* positions, with commas between: check only these */
 };
@@ -73,8 +74,8 @@ static int shape_given;
 
 static const char *const help =
     "usage: driver [--d=N --ffn=N --n-q=N --n-kv=N --hd=N] [--prefill=N] [--rows=N]\n"
-    "              [--seed=N] [--at=P,P,...] [--samples=N] [--quick] [--probe]\n"
-    "              [--csv]\n"
+    "              [--seed=N] [--at=P,P,...] [--samples=N] [--quick] [--check]\n"
+    "              [--probe] [--csv]\n"
     "Checks this stage of the decoder layer against the oracle, then measures it on\n"
     "the GPU. Without a GPU (built for the CPU target) it checks small shapes only.\n"
     "  --d= --ffn= --n-q= --n-kv= --hd=   the shape; default: a 70B-class layer on a\n"
@@ -85,36 +86,40 @@ static const char *const help =
     "  --seed=N      of the inputs (default 1)\n"
     "  --samples=N   timed samples of 32 steps each (default 15)\n"
     "  --quick       check only the last timed step\n"
+    "  --check       check, and do not measure\n"
     "  --probe       measure only copy and read-only bandwidth, in TB/s\n"
     "  --csv         end with a row of data/ladder.csv\n"
     "  --timeline=FILE   record when each SM worked on which phase (needs timers)\n"
     "exit status: 0 passed, 1 failed, 2 cannot run here or bad usage";
 
-static int64_t number(const char *text, const char *option)
+static int64_t number(const char *text, const char *option, int64_t low, int64_t high)
 {
     char *end;
+    errno = 0;
     long long n = strtoll(text, &end, 10);
-    if (*text == 0 || *end || n < 0)
-        die(2, "--%s= takes a number, not '%s'", option, text);
+    if (*text < '0' || *text > '9' || *end || errno || n < low || n > high)
+        die(2, "--%s= takes a number from %lld to %lld, not '%s'", option,
+            (long long)low, (long long)high, text);
     return n;
 }
 
 static void set_option(const char *name, const char *value)
 {
-    struct { const char *name; int64_t *to; } shape[] = {
-        { "d", &opt.c.d }, { "ffn", &opt.c.ffn }, { "n-q", &opt.c.n_q },
-        { "n-kv", &opt.c.n_kv }, { "hd", &opt.c.hd }, { "prefill", &opt.prefill },
-        { "rows", &opt.c.max_seq_len },
+    const struct { const char *name; int64_t *to, low, high; } shape[] = {
+        { "d", &opt.c.d, 1, 1 << 20 }, { "ffn", &opt.c.ffn, 1, 1 << 20 },
+        { "n-q", &opt.c.n_q, 1, 4096 }, { "n-kv", &opt.c.n_kv, 1, 4096 },
+        { "hd", &opt.c.hd, 1, 1024 }, { "prefill", &opt.prefill, 0, 1 << 23 },
+        { "rows", &opt.c.max_seq_len, 1, 1 << 24 },
     };
     for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
         if (!strcmp(name, shape[i].name)) {
-            *shape[i].to = number(value, name);
+            *shape[i].to = number(value, name, shape[i].low, shape[i].high);
             shape_given = 1;
             return;
         }
-    if (!strcmp(name, "seed")) opt.seed = (uint64_t)number(value, name);
+    if (!strcmp(name, "seed")) opt.seed = (uint64_t)number(value, name, 0, INT64_MAX);
     else if (!strcmp(name, "at")) opt.at = value;
-    else if (!strcmp(name, "samples")) opt.samples = (int)number(value, name);
+    else if (!strcmp(name, "samples")) opt.samples = (int)number(value, name, 3, 1000);
 #ifdef TIMERS
     else if (!strcmp(name, "timeline")) opt.timeline = value;
 #endif
@@ -129,6 +134,7 @@ static void read_options(int argc, char **argv)
         else if (!strcmp(argv[i], "--probe")) opt.probe = 1;
         else if (!strcmp(argv[i], "--csv")) opt.csv = 1;
         else if (!strcmp(argv[i], "--quick")) opt.quick = 1;
+        else if (!strcmp(argv[i], "--check")) opt.check = 1;
         else if (strncmp(argv[i], "--", 2) || !equals)
             die(2, "cannot read '%s'; see --help", argv[i]);
         else {
@@ -136,7 +142,6 @@ static void read_options(int argc, char **argv)
             set_option(argv[i] + 2, equals + 1);
         }
     }
-    if (opt.samples < 3) die(2, "--samples= must be at least 3");
     if (!opt.c.max_seq_len) opt.c.max_seq_len = opt.prefill + 128;
 }
 
@@ -784,11 +789,18 @@ static void field(const char *line, int n, char out[256])   /* the nth, of RFC 4
 
 static void last_figures(void)
 {
-    char line[2048], cell[14][256];
+    char line[2048], cell[14][256], this_stage[] = { '0' + STAGE, 0 };
     FILE *f = fopen("data/ladder.csv", "r");
     int found = 0;
     printf("last measured on a GPU (data/ladder.csv):\n");
     while (f && fgets(line, sizeof line, f)) {
+        if (!strchr(line, '\n') && !feof(f)) {
+            /* skip the rest of a line that is too long */
+            int byte;
+            do byte = fgetc(f);
+            while (byte != EOF && byte != '\n');
+            continue;
+        }
         if (line[0] == '#') {
             /* repeat where and when it was measured */
             const char *shown[] = { "# gpu:", "# driver:", "# commit:", "# date:", "# note:" };
@@ -797,7 +809,7 @@ static void last_figures(void)
             continue;
         }
         for (int i = 0; i < 14; i++) field(line, i, cell[i]);
-        if (strtol(cell[0], NULL, 10) != STAGE || cell[0][0] == 's') continue;
+        if (strcmp(cell[0], this_stage)) continue;
         printf("  launches %s, %s us, x %s of the copy floor, x %s of the read limit\n",
                cell[2], cell[3], cell[11], cell[12]);
         found = 1;
@@ -867,7 +879,8 @@ static void write_timeline(const uint64_t *marks, int blocks,
                            const struct cudaDeviceProp *p)
 {
     char new[4096];
-    snprintf(new, sizeof new, "%s.new", opt.timeline);
+    if (snprintf(new, sizeof new, "%s.new", opt.timeline) >= (int)sizeof new)
+        die(2, "--timeline= takes a shorter path");
     FILE *f = fopen(new, "w");
     if (!f) die(1, "cannot write %s", new);
     print_provenance(f, p);
@@ -930,7 +943,7 @@ static void record_timeline(struct set *sets, const struct cudaDeviceProp *p)
 /* driver: one shape */
 static void run_shape(const struct cudaDeviceProp *p)
 {
-    struct set sets[SETS];
+    struct set sets[SETS] = {{ 0 }};
     const layer_config *c = &opt.c;
     printf("stage %d on %s: d %lld, ffn %lld, heads %lld/%lld x %lld, %lld keys, "
            "seed %llu\n", STAGE, p->name, (long long)c->d, (long long)c->ffn,
@@ -946,7 +959,7 @@ static void run_shape(const struct cudaDeviceProp *p)
     if (opt.timeline) record_timeline(sets, p);
 #endif
 #ifndef CUDA_CPU_TARGET
-    if (!opt.timeline && !opt.at) {
+    if (!opt.timeline && !opt.at && !opt.check) {
         /* draw the other sets and measure */
         struct figures f = { 0 };
         for (int i = 1; i < SETS; i++) draw_set(&sets[i], opt.seed + (uint64_t)i);
@@ -991,7 +1004,15 @@ int main(int argc, char **argv)
     struct cudaDeviceProp p;
     int count = 0;
     read_options(argc, argv);
-    if (cudaGetDeviceCount(&count) || !count)
+    /* see that there is a device */
+    int driver = 0, runtime = 0;
+    cudaError_t e = cudaGetDeviceCount(&count);
+    cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime);
+    if (e && e != cudaErrorNoDevice)
+        die(2, "stage %d: %s (the driver is for CUDA %d.%d, the runtime %d.%d)", STAGE,
+            cudaGetErrorString(e), driver / 1000, driver % 1000 / 10, runtime / 1000,
+            runtime % 1000 / 10);
+    if (e || !count)
         die(2, "stage %d: no CUDA device; build for the CPU target instead", STAGE);
     cuda(cudaGetDeviceProperties(&p, 0), "device properties");
     if (p.major < 9)

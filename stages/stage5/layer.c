@@ -262,7 +262,9 @@ static int check_device(int *device, int *sms)
 static int claim_scratch(layer *l)
 {
     size_t bytes = (size_t)divide_scratch(l, NULL);
-    if (cudaMalloc((void **)&l->scratch, bytes)) {
+    cudaError_t e = cudaMalloc((void **)&l->scratch, bytes);
+    if (e && e != cudaErrorMemoryAllocation) return LAYER_CUDA_FAILED;
+    if (e) {
         cudaGetLastError();
         return refused(LAYER_NO_MEMORY, "there are no %zu bytes of device memory for "
                        "scratch", bytes);
@@ -340,17 +342,23 @@ int layer_status(layer *l)
     return (int)status;
 }
 
+/* tear a layer down */
 int layer_teardown(layer *l)
 {
+    int before;
     if (!l) return LAYER_OK;
-    int bad = cudaDeviceSynchronize();
+    int bad = cudaGetDevice(&before) || cudaSetDevice(l->device);
+    if (cudaDeviceSynchronize()) bad = 1;
     if (l->scratch && cudaFree(l->scratch)) bad = 1;
+    if (!bad && before != l->device) bad = cudaSetDevice(before) != cudaSuccess;
     free(l);
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 
 const char *layer_strerror(int status)
 {
+    if (status == LAYER_CUDA_FAILED && cudaPeekAtLastError())
+        return cudaGetErrorString(cudaPeekAtLastError());
     static const char *text[] = {
         "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
         "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "

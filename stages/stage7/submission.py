@@ -3,6 +3,7 @@
 
     handle = build_layer(weights, kv_cache, cfg, max_seq_len)
     x_out = layer_step(handle, x, pos)
+    refresh(handle)        # only after a tensor of the weights was given other memory
     teardown(handle)
 
 Needs PyTorch, a GPU of compute capability 9.0 or later and, the first time, nvcc.
@@ -12,12 +13,14 @@ Needs PyTorch, a GPU of compute capability 9.0 or later and, the first time, nvc
 import ctypes
 import functools
 import hashlib
-import math
+import itertools
 import numbers
 import operator
 import os
 import pathlib
 import shutil
+import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -1826,7 +1829,9 @@ static int check_device(int *device, int *sms)
 static int claim_scratch(layer *l)
 {
     size_t bytes = (size_t)divide_scratch(l, NULL);
-    if (cudaMalloc((void **)&l->scratch, bytes)) {
+    cudaError_t e = cudaMalloc((void **)&l->scratch, bytes);
+    if (e && e != cudaErrorMemoryAllocation) return LAYER_CUDA_FAILED;
+    if (e) {
         cudaGetLastError();
         return refused(LAYER_NO_MEMORY, "there are no %zu bytes of device memory for "
                        "scratch", bytes);
@@ -1904,17 +1909,23 @@ int layer_status(layer *l)
     return (int)status;
 }
 
+/* tear a layer down */
 int layer_teardown(layer *l)
 {
+    int before;
     if (!l) return LAYER_OK;
-    int bad = cudaDeviceSynchronize();
+    int bad = cudaGetDevice(&before) || cudaSetDevice(l->device);
+    if (cudaDeviceSynchronize()) bad = 1;
     if (l->scratch && cudaFree(l->scratch)) bad = 1;
+    if (!bad && before != l->device) bad = cudaSetDevice(before) != cudaSuccess;
     free(l);
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 
 const char *layer_strerror(int status)
 {
+    if (status == LAYER_CUDA_FAILED && cudaPeekAtLastError())
+        return cudaGetErrorString(cudaPeekAtLastError());
     static const char *text[] = {
         "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
         "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
@@ -1936,6 +1947,23 @@ int layer_marks(layer *l, uint64_t *out)   /* out[blocks][32][PHASES][2] on the 
     size_t bytes = (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t);
     return cudaMemcpy(out, l->args.marks, bytes, cudaMemcpyDeviceToHost)
          ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+#endif
+
+/* age the counters, in tests */
+#ifdef AGEING
+int layer_age(layer *l, uint32_t times);
+int layer_age(layer *l, uint32_t times)   /* steps so far: so many times as many */
+{
+    size_t bytes = (size_t)((char *)l->args.turn - (char *)l->status);
+    uint32_t *words = malloc(bytes);
+    if (!words) return LAYER_NO_MEMORY;
+    int bad = cudaDeviceSynchronize()
+           || cudaMemcpy(words, l->status, bytes, cudaMemcpyDeviceToHost);
+    for (size_t i = 0; !bad && i < bytes / sizeof *words; i++) words[i] *= times;
+    if (!bad) bad = cudaMemcpy(l->status, words, bytes, cudaMemcpyHostToDevice);
+    free(words);
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 #endif
 
@@ -1983,7 +2011,9 @@ def check_tensor(name, t, shape, device=None):
     if t.dtype is not torch.bfloat16:
         refuse(name, t.dtype, "torch.bfloat16")
     if tuple(t.shape) != shape:
-        refuse(name, f"shape {tuple(t.shape)}", f"shape {shape}")
+        batch = len(shape) > 1 == shape[0] and t.shape[1:] == shape[1:]
+        refuse(name, f"shape {tuple(t.shape)}" + f", batch size {len(t)}" * batch,
+               f"shape {shape}" + ", batch size 1" * batch)
     if t.layout is not torch.strided or not t.is_contiguous():
         strides = t.stride() if t.layout is torch.strided else t.layout
         refuse(name, f"a layout with strides {strides}", "contiguous rows")
@@ -1999,7 +2029,7 @@ def check_cfg(cfg):
     """the sizes as ints, eps and theta as floats"""
     check_keys("cfg", cfg, {"layers", "eps", "theta", "wdtype", *SIZES})
     whole("cfg['layers']", cfg["layers"], 1, 1)
-    if cfg["wdtype"] != "bf16":
+    if not isinstance(cfg["wdtype"], str) or cfg["wdtype"] != "bf16":
         refuse("cfg['wdtype']", repr(cfg["wdtype"]), "'bf16'")
     c = {name: whole(f"cfg['{name}']", cfg[name], 1, 1 << 24) for name in SIZES}
     if c["hd"] not in (64, 128):
@@ -2032,7 +2062,7 @@ def check_weights(weights, c):
         device = layers[0][name].device
     return {name: layers[0][name] for name in shapes(c)}, device
 
-def check_cache(kv_cache, c, max_seq_len, device):
+def check_cache(kv_cache, c, max_seq_len, device, weights):
     """the pair of tensors, and their rows"""
     if not isinstance(kv_cache, (list, tuple)) or len(kv_cache) != 1:
         refuse("kv_cache", describe(kv_cache), "a list of one (k, v)")
@@ -2044,9 +2074,16 @@ def check_cache(kv_cache, c, max_seq_len, device):
             refuse("max_seq_len", rows,
                    f"kv_cache[0][{i}].shape[2], which is {t.shape[2]}")
         check_tensor(f"kv_cache[0][{i}]", t, (1, c["n_kv"], rows, c["hd"]), device)
-    if abs(pair[0].data_ptr() - pair[1].data_ptr()) < 2 * pair[0].numel():
-        refuse("kv_cache[0]", "k and v that share memory", "two tensors")
+    check_apart("kv_cache[0]", "k and v", pair[0], pair[1])
+    for (name, w), i in itertools.product(weights.items(), (0, 1)):
+        check_apart(f"kv_cache[0][{i}]", f"it and '{name}'", pair[i], w)
     return tuple(pair), rows
+
+
+def check_apart(name, both, s, t):
+    low, high = sorted((s, t), key=lambda t: t.data_ptr())
+    if low.data_ptr() + 2 * low.numel() > high.data_ptr():
+        refuse(name, f"{both} that share memory", "memory of its own for each")
 
 
 def describe(given):
@@ -2065,19 +2102,30 @@ FLAGS = ("-shared", "-O3", "-Xcompiler", "-fPIC")
 
 
 def cache_folder():
-    if os.environ.get("LAYER_CACHE"):
-        return pathlib.Path(os.environ["LAYER_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "one-layer-one-launch"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.environ.get("LAYER_CACHE") or os.path.join(base, "one-layer-one-launch")
+    return pathlib.Path(os.path.abspath(folder))   # dlopen searches for bare names
 
 
 def digest(*texts):
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
 
+def check_private(path):
+    """raises unless only its owner can write path, and that is this user or root"""
+    found = os.stat(path)
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+        raise RuntimeError(
+            f"{str(path)!r}: got owner {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):o}; accepted: what belongs to user "
+            f"{os.geteuid()} or root and only its owner can write, because code is "
+            "loaded from there; $LAYER_CACHE names another folder")
+    return path
+
 def find_nvcc():
     """the path of nvcc, or None"""
+    on_path = shutil.which("nvcc")
     found = [nvcc_in(os.environ.get("CUDA_HOME")), nvcc_in(os.environ.get("CUDA_PATH")),
-             shutil.which("nvcc"), nvcc_in("/usr/local/cuda")]
+             on_path and os.path.abspath(on_path), nvcc_in("/usr/local/cuda")]
     if not any(found):
         try:
             from torch.utils.cpp_extension import CUDA_HOME
@@ -2088,7 +2136,8 @@ def find_nvcc():
 
 
 def nvcc_in(home):
-    return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
+    found = home and shutil.which("nvcc", path=os.path.join(home, "bin"))
+    return os.path.abspath(found) if found else None   # it will run in another folder
 
 
 @functools.lru_cache(None)
@@ -2106,29 +2155,34 @@ def library(arch):
             raise RuntimeError(
                 "there is no nvcc to compile the layer with: not in $CUDA_HOME/bin, on "
                 f"PATH or in /usr/local/cuda/bin; and no compiled one in {folder}")
-        return compiled[-1]
+        check_private(folder)
+        return check_private(compiled[-1])
     path = folder / f"{stem}-{digest(version_of(nvcc))}.so"
-    if not path.exists():
-        try:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(folder)
+        if not path.exists():
             compile_to(path, arch, nvcc)
-        except OSError as error:
-            raise RuntimeError(f"{error}; $LAYER_CACHE names another folder") from error
-    return path
+    except OSError as error:
+        raise RuntimeError(f"{error}; $LAYER_CACHE names another folder") from error
+    return check_private(path)
 
 def compile_to(path, arch, nvcc):
-    print(f"stage 7: compiling for sm_{arch}, once, to {path}", file=sys.stderr)
+    print(f"stage 7: compiling for sm_{arch}, once, to {str(path)!r}", file=sys.stderr)
     command = [nvcc, *FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}",
-               "-o", "layer.so", "kernels.cu", "layer.c"]
-    path.parent.mkdir(parents=True, exist_ok=True)
+               "-o", "layer.so", *(name for name in SOURCES if not name.endswith(".h"))]
     with tempfile.TemporaryDirectory(prefix="new.", dir=path.parent) as folder:
         for name, text in SOURCES.items():
             pathlib.Path(folder, name).write_text(text, encoding="utf-8")
-        run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        run = subprocess.run(command, cwd=folder, env=dict(os.environ, TMPDIR="."),
+                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT)
         if run.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n"
                                + run.stdout.decode(errors="replace"))
-        os.replace(os.path.join(folder, "layer.so"), path)
+        made = os.path.join(folder, "layer.so")
+        os.chmod(made, 0o700)
+        os.replace(made, path)
 
 # submission: load the library
 class Config(ctypes.Structure):   # layer_config of layer.h
@@ -2146,15 +2200,14 @@ def load(path):
     lib, p = ctypes.CDLL(str(path)), ctypes.c_void_p
     lib.layer_build.argtypes = (ctypes.POINTER(p), ctypes.POINTER(Config),
                                 ctypes.POINTER(Weights), p, p)
-    lib.layer_step.argtypes = (p, p, ctypes.c_int64, p, p)
-    lib.layer_step_at.argtypes = (p, p, p, p, p)
+    lib.step_in_record.argtypes = lib.step_at_in_record.argtypes = (ctypes.c_char_p,)
     lib.layer_teardown.argtypes = (p,)
     lib.layer_strerror.argtypes = (ctypes.c_int,)
     lib.layer_strerror.restype = ctypes.c_char_p
     return lib
 
 
-LAYER_BAD_SHAPE = 3   # as in layer.h
+LAYER_BAD_SHAPE, LAYER_BAD_DEVICE = 3, 5   # as in layer.h
 
 
 def explain(lib, status):
@@ -2163,31 +2216,54 @@ def explain(lib, status):
     return (f"stage 7: {lib.layer_strerror(status).decode()} (the driver is for CUDA "
             f"{driver // 1000}.{driver % 1000 // 10}, the compiler: {compiler})")
 
+SOURCES["record.c"] = r"""
+#include "layer.h"
+struct record {
+    layer *l;
+    const void *x;
+    int64_t pos;             /* or the address of one */
+    void *x_out;
+    cudaStream_t stream;
+};
+int step_in_record(const struct record *r)
+{
+    return layer_step(r->l, r->x, r->pos, r->x_out, r->stream);
+}
+int step_at_in_record(const struct record *r)
+{
+    return layer_step_at(r->l, r->x, (const int64_t *)r->pos, r->x_out, r->stream);
+}
+"""
+RECORD = struct.Struct("PPqPP").pack
+
 # submission: build
 class Layer:
     """what build_layer returns; opaque"""
-    __slots__ = ("lib", "pointer", "tensors", "step", "step_at", "shape", "rows",
-                 "device", "index", "current_device", "current_stream", "stream",
-                 "release", "__weakref__")
+    __slots__ = ("lib", "given", "tensors", "device", "fast", "step_at", "stream",
+                 "number", "release", "__weakref__")
 
-    def __init__(self, lib, pointer, tensors, shape, rows):
-        self.lib, self.pointer, self.tensors = lib, pointer, tensors
-        self.step, self.step_at = lib.layer_step, lib.layer_step_at
-        self.shape, self.rows = shape, rows
+    def __init__(self, lib, pointer, given, tensors, shape, rows):
+        self.lib, self.given, self.tensors = lib, given, tensors
         self.device = tensors[0].device
-        self.index = self.device.index
-        self.current_device = torch._C._cuda_getDevice
-        self.current_stream = torch._C._cuda_getCurrentRawStream
+        self.fast = (lib.step_in_record, pointer, self.device.index, shape, rows,
+                     torch._C._cuda_getCurrentRawStream)
+        self.step_at = lib.step_at_in_record
         self.stream = None   # of the last step
+        self.number = next(NUMBERS)
+        LIVE[self.number] = self
         self.release = weakref.finalize(self, lib.layer_teardown, pointer)
         self.release.atexit = False
 
+
+NUMBERS, LIVE = itertools.count(), weakref.WeakValueDictionary()   # number: handle
+
 def build_layer(weights, kv_cache, cfg, max_seq_len):
     """A handle for layer_step. Weights and caches are used in place: the handle keeps
-    them alive, and the weights must not change while it lives."""
+    them alive. Steps read the weights where they lie: what is written there, in the
+    order of the stream, the next step sees; what lies elsewhere wants a refresh."""
     c = check_cfg(cfg)
     w, device = check_weights(weights, c)
-    (k, v), rows = check_cache(kv_cache, c, max_seq_len, device)
+    (k, v), rows = check_cache(kv_cache, c, max_seq_len, device, w)
     lib = load(library(architecture(device)))
     config = Config(max_seq_len=rows, **c)
     addresses = Weights(**{name: t.data_ptr() for name, t in w.items()})
@@ -2200,52 +2276,61 @@ def build_layer(weights, kv_cache, cfg, max_seq_len):
         refuse("cfg", cfg, lib.layer_strerror(status).decode())
     if status:
         raise RuntimeError(explain(lib, status))
-    return Layer(lib, pointer.value, (*w.values(), k, v), (1, c["d"]), rows)
+    return Layer(lib, pointer.value, (weights, kv_cache, cfg, max_seq_len),
+                 (*w.values(), k, v), (1, c["d"]), rows)
 
 # submission: step
 def layer_step(handle, x, pos):
     """Queues one step on the current stream of the layer's device and returns a new
-    (1, d) bf16 tensor. pos is an int, or an int64 tensor of one element on that device,
-    which the step reads when it runs; out of range, that one makes x_out NaN."""
-    if type(handle) is not Layer or handle.pointer is None:
+    (1, d) bf16 tensor, through which no gradient flows. pos is an int, or an int64
+    tensor of one element on that device, which the step reads when it runs; out of
+    range, that one makes x_out NaN."""
+    if tracing():
+        return step_as_operator(handle, x, pos)
+    if type(handle) is not Layer or handle.fast is None:
         refuse_handle(handle)
+    step, pointer, index, shape, rows, stream_of = handle.fast
     # submission: check x and pos
-    if not (isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16
-            and x.get_device() == handle.index and x.shape == handle.shape
-            and x.is_contiguous() and not x.data_ptr() % 16):
-        check_tensor("x", x, handle.shape, handle.device)
-    if type(pos) is not int or not 0 <= pos < handle.rows:
+    if not (isinstance(x, Tensor) and x.dtype is BF16 and x.get_device() == index
+            and x.shape == shape and x.is_contiguous()):
+        check_tensor("x", x, shape, handle.device)
+    address = x.data_ptr()
+    if address & 15:
+        check_tensor("x", x, shape, handle.device)
+    if type(pos) is not int or not 0 <= pos < rows:
         pos = check_pos(handle, pos)
-    if handle.current_device() == handle.index:
-        return queue(handle, x, pos)
-    with torch.cuda.device(handle.index):
-        return queue(handle, x, pos)
-
-def queue(handle, x, pos):
-    stream = handle.current_stream(handle.index)
+        if type(pos) is not int:
+            step, pos = handle.step_at, pos.data_ptr()
+    stream = stream_of(index)
     if stream != handle.stream:
         follow(handle, stream)
-    x_out = torch.empty_like(x)
-    step = handle.step
-    if type(pos) is not int:
-        step, pos = handle.step_at, pos.data_ptr()
-    status = step(handle.pointer, x.data_ptr(), pos, x_out.data_ptr(), stream)
+    x_out = empty_like(x)
+    # submission: call the layer
+    record = RECORD(pointer, address, pos, x_out.data_ptr(), stream)
+    status = step(record)
+    if status == LAYER_BAD_DEVICE:
+        with torch.cuda.device(index):
+            status = step(record)
     if status:
         raise RuntimeError(explain(handle.lib, status))
     return x_out
 
+
+Tensor, BF16, empty_like = torch.Tensor, torch.bfloat16, torch.empty_like
+
 def follow(handle, stream):
     """lets this stream wait for the handle's last step, which was on another"""
-    if torch.cuda.is_current_stream_capturing():
-        return
-    if handle.stream is not None:
-        last = torch.cuda.ExternalStream(handle.stream, device=handle.device)
-        torch.cuda.current_stream(handle.device).wait_stream(last)
+    with torch.cuda.device(handle.device):
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if handle.stream is not None:
+            last = torch.cuda.ExternalStream(handle.stream, device=handle.device)
+            torch.cuda.current_stream(handle.device).wait_stream(last)
     handle.stream = stream
 
 def check_pos(handle, pos):
     if not isinstance(pos, torch.Tensor):
-        return whole("pos", pos, 0, handle.rows - 1)
+        return whole("pos", pos, 0, handle.fast[4] - 1)
     if pos.device != handle.device or pos.dtype is not torch.int64 or pos.numel() != 1:
         refuse("pos", f"a {pos.dtype} tensor of {pos.numel()} elements on {pos.device}",
                f"an int, or a tensor of one torch.int64 on {handle.device}")
@@ -2255,14 +2340,53 @@ def check_pos(handle, pos):
 def refuse_handle(handle):
     if type(handle) is not Layer:
         refuse("handle", type(handle).__name__, "what build_layer returned")
-    raise RuntimeError("layer_step after teardown")
+    raise RuntimeError("the handle is used after teardown")
+
+HAS_OPERATORS = hasattr(torch.library, "custom_op")
+tracing = torch.compiler.is_dynamo_compiling if HAS_OPERATORS else bool   # False
+
+
+def step_as_operator(handle, x, pos):
+    operator = step_at_operator if isinstance(pos, torch.Tensor) else step_operator
+    return operator(x, *handle.tensors[-2:], pos, handle.number)
+
+if HAS_OPERATORS:
+    free = next(n for n in itertools.count()
+                if not hasattr(torch.ops.one_layer_one_launch, f"step_{n}"))
+
+    def operator_of(name, kind):
+        def step(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: kind,
+                 handle: int) -> torch.Tensor:
+            return layer_step(LIVE[handle], x, pos)
+        made = torch.library.custom_op(f"one_layer_one_launch::{name}_{free}", step,
+                                       mutates_args=("k", "v"))
+        made.register_fake(lambda x, k, v, pos, handle: torch.empty_like(x))
+        return made
+
+    step_operator = operator_of("step", int)
+    step_at_operator = operator_of("step_at", torch.Tensor)
 
 # submission: tear down
+def refresh(handle):
+    """Takes the tensors that the dict of weights and the list of caches hold now, in
+    the place of those they held before. Refuses what build_layer refuses, and then
+    leaves the handle as it was. Waits for steps still running."""
+    if type(handle) is not Layer or handle.fast is None:
+        refuse_handle(handle)
+    fresh = build_layer(*handle.given)
+    status = handle.release()
+    fresh.release.detach()
+    handle.fast, handle.tensors = fresh.fast, fresh.tensors
+    handle.release = weakref.finalize(handle, fresh.lib.layer_teardown, fresh.fast[1])
+    handle.release.atexit = False
+    if status:
+        raise RuntimeError(explain(handle.lib, status))
+
 def teardown(handle):
     """Gives the layer's memory back after its last step; twice does no harm."""
     if type(handle) is not Layer:
         refuse_handle(handle)
     status = handle.release()   # None the second time
-    handle.pointer, handle.tensors = None, ()
+    handle.fast, handle.tensors, handle.given = None, (), ()
     if status:
         raise RuntimeError(explain(handle.lib, status))

@@ -1,0 +1,29 @@
+"""A sample of `make fuzz`: some random input for what reads text, ten random shapes for stage 7."""
+import shutil
+
+import pytest
+
+import fuzz
+import tools
+
+
+@pytest.mark.skipif(not shutil.which("clang"), reason="needs clang")
+@pytest.mark.parametrize("name", fuzz.PROGRAMS)
+def test_random_input(name):
+    fine, words = fuzz.fuzz(name, "-runs=20000", "-seed=1")
+    assert fine, words
+
+
+def test_draws_are_legal_and_differ():
+    draws = [fuzz.draw(seed)[0] for seed in range(500)]
+    assert len({tuple(options[:-1]) for options in draws}) > 400
+    sizes = [{o.split("=")[0]: int(o.split("=")[1]) for o in options} for options in draws]
+    assert all(s["--n-q"] % s["--n-kv"] == 0 and s["--n-q"] <= 16 * s["--n-kv"] for s in sizes)
+    assert {s["--n-q"] // s["--n-kv"] for s in sizes} == set(range(1, 17))
+    assert fuzz.draw(7) == fuzz.draw(7)
+
+
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_a_random_shape(seed):
+    wrong = fuzz.check_draw(tools.build("build/cpu/plain/stage7/driver"), seed)
+    assert not wrong, wrong

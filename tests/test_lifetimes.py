@@ -1,0 +1,174 @@
+"""What becomes of a layer: built and torn down a thousand times, failing half-way, left behind at
+the end, and after so many steps that its counters wrap; on the CPU target."""
+import ctypes
+import random
+import sys
+
+import pytest
+import torch
+
+import layers
+import tools
+from layers import SMALL, Layer, ref
+
+STAGES = tools.STAGES
+COUNTING = [stage for stage in STAGES if "layer_age" in
+            (tools.ROOT / "stages" / stage / "layer.c").read_text(encoding="utf-8")]
+
+
+def drawn(seed=1):
+    return ref.make_weights(SMALL, seed), ref.make_cache(SMALL, seed)
+
+
+def host_bytes():
+    """In use by malloc, in the arenas and outside."""
+    class Info(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks "
+                    "fsmblks uordblks fordblks keepcost".split()]
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Info
+    return mallinfo().uordblks + mallinfo().hblkhd
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_thousand_layers_leave_no_memory_behind(stage):
+    layer = Layer(stage, SMALL, *drawn())
+    layer.step(ref.make_x(SMALL, 1, 130), 130)
+    layer.teardown()
+    before = layers.free_bytes(layer.lib)
+    for i in range(1000):
+        assert layer.build() == 0
+        if i % 100 == 0:
+            layer.step(ref.make_x(SMALL, 1, 130), 130)
+        assert layer.teardown() == 0
+        if i == 100:
+            host = host_bytes()
+    assert layers.free_bytes(layer.lib) == before
+    assert host_bytes() - host < 100_000           # a leaked handle would be 900 times some hundred bytes
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_build_that_fails_half_way_leaves_nothing(stage):
+    """Whichever call of the runtime fails, nothing stays allocated, and then all is as before."""
+    weights, cache = drawn()
+    x, layer = ref.make_x(SMALL, 1, 130), Layer(stage, SMALL, weights, cache)
+    expected = layer.step(x, 130)
+    layer.teardown()
+    free, seen, host = layers.free_bytes(layer.lib), set(), None
+    for nth in range(1, 1000):
+        layer.lib.cpu_fail_call(nth)
+        status = layer.build()
+        layer.lib.cpu_fail_call(0)
+        if status == 0:
+            break
+        assert layer.handle is None and layers.free_bytes(layer.lib) == free, nth
+        assert layer.lib.layer_strerror(status).decode()
+        layer.lib.cudaGetLastError()
+        seen.add(status)
+    assert nth >= 5 and {layers.NO_MEMORY, layers.CUDA_FAILED} <= seen <= {layers.NO_MEMORY, layers.CUDA_FAILED}
+    assert ref.differing(layer.step(x, 130), expected) == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_fails_is_reported_and_the_next_one_is_right(stage):
+    weights, cache = drawn()
+    x, layer = ref.make_x(SMALL, 1, 130), Layer(stage, SMALL, weights, cache)
+    expected = layer.step(x, 130)
+    failed = 0
+    for nth in (1, 2, 3, 4, 10, 44, 100):           # ask for the device, then launch up to 43 times
+        layer.lib.cpu_fail_call(nth)
+        status = layer.lib.layer_step(layer.handle, layer.x.data_ptr(), 130, layer.out.data_ptr(), None)
+        layer.lib.cpu_fail_call(0)
+        layers.synchronize(layer.lib)
+        if status == 0:
+            break
+        assert status == layers.CUDA_FAILED
+        failed += 1
+        assert ref.differing(layer.step(x, 130), expected) == 0, nth
+    assert failed >= 2 and status == 0
+
+
+def test_null_is_torn_down_and_refused():
+    lib = layers.library("stage7")
+    assert lib.layer_teardown(None) == 0
+    assert lib.layer_status(None) == layers.BAD_ARGUMENT
+    assert lib.layer_step(None, 4096, 0, 4096, None) == layers.BAD_ARGUMENT
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_addresses_that_are_refused(stage):
+    weights, cache = drawn()
+    layer = Layer(stage, SMALL, weights, cache)
+    x, out, at = layer.x.data_ptr(), layer.out.data_ptr(), layer.at.data_ptr()
+    for call, pos in ((layer.lib.layer_step, 130), (layer.lib.layer_step_at, at)):
+        for bad in ((x + 8, pos, out), (x, pos, out + 8), (x + 2, pos, out), (x, pos, out + 2)):
+            assert call(layer.handle, *bad, None) == layers.BAD_ALIGNMENT
+        for bad in ((None, pos, out), (x, pos, None)):
+            assert call(layer.handle, *bad, None) == layers.BAD_ARGUMENT
+    assert layer.lib.layer_step_at(layer.handle, x, at + 4, out, None) == layers.BAD_ALIGNMENT
+    assert layer.lib.layer_step_at(layer.handle, x, None, out, None) == layers.BAD_ARGUMENT
+    layer.teardown()
+    for name, whole in list(layer.w.items()):
+        for offset, status in ((8, layers.BAD_ALIGNMENT), (None, layers.BAD_ARGUMENT)):
+            layer.w[name] = type("Elsewhere", (), dict(
+                data_ptr=lambda self: whole.data_ptr() + offset if offset else None))()
+            assert layer.build() == status and layer.handle is None, name
+        layer.w[name] = whole
+
+
+LEAVE = """
+import sys; sys.path.insert(0, sys.argv[1])
+import layers
+del layers.Layer.__del__, layers.Memory.__del__
+layer = layers.Layer(sys.argv[2], layers.SMALL, layers.ref.make_weights(layers.SMALL, 1), layers.ref.make_cache(layers.SMALL, 1))
+layer.lib.layer_step(layer.handle, layer.x.data_ptr(), 130, layer.out.data_ptr(), None)
+print("left")
+"""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_process_may_end_without_teardown(stage):
+    """With a layer alive and a step still queued."""
+    status, output = tools.run([sys.executable, "-c", LEAVE, str(tools.ROOT / "tests"), stage], timeout=60)
+    assert (status, output) == (0, "left\n")
+
+
+# ------------------------------------------------------------------------- counters that wrap
+
+random.seed(8)
+AGES = [2**31 - 5, 2**32 - 5, *(random.randrange(2**32) for _ in range(4))]
+
+
+@pytest.mark.parametrize("stage", COUNTING)
+@pytest.mark.parametrize("age", AGES)
+def test_steps_after_two_to_the_32nd(stage, age):
+    """Steps that see the counters through 2**31 and 2**32, and the steps of a new layer."""
+    weights, cache = drawn()
+    old, new = Layer(stage, SMALL, weights, cache), Layer(stage, SMALL, weights, cache)
+    first = ref.make_x(SMALL, 1, 120)
+    assert ref.differing(old.step(first, 120), new.step(first, 120)) == 0
+    assert old.lib.layer_age(ctypes.c_void_p(old.handle), ctypes.c_uint32(age)) == 0
+    for pos in range(121, 131):
+        x = ref.make_x(SMALL, 1, pos)
+        assert ref.differing(old.step(x, pos), new.step(x, pos)) == 0, pos
+    assert all(ref.differing(a, b) == 0 for a, b in zip(old.caches(), new.caches()))
+
+
+@pytest.mark.parametrize("stage", COUNTING)
+def test_every_count_passes_the_wrap(stage):
+    """With an age for each counter: two steps before it wraps."""
+    weights, cache = drawn()
+    old, new = Layer(stage, SMALL, weights, cache), Layer(stage, SMALL, weights, cache)
+    x = ref.make_x(SMALL, 1, 130)
+    expected = new.step(x, 130)
+    for each in range(2, 400, 23):                  # what a counter grows by in a step
+        old.teardown()
+        assert old.build() == 0
+        old.step(x, 130)
+        assert old.lib.layer_age(ctypes.c_void_p(old.handle), ctypes.c_uint32(2**32 // each - 1)) == 0
+        for _ in range(3):
+            assert ref.differing(old.step(x, 130), expected) == 0, each
+
+
+def test_the_stages_that_count():
+    assert {"stage6", "stage7"} <= set(COUNTING)
