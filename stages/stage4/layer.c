@@ -287,6 +287,7 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
 }
 
 /* status, teardown, error texts */
+/* the sticky status */
 int layer_status(layer *l)
 {
     uint32_t status;
@@ -297,6 +298,7 @@ int layer_status(layer *l)
     return (int)status;
 }
 
+/* tear a layer down */
 int layer_teardown(layer *l)
 {
     if (!l) return LAYER_OK;
@@ -306,6 +308,7 @@ int layer_teardown(layer *l)
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 
+/* error texts */
 const char *layer_strerror(int status)
 {
     static const char *text[] = {

@@ -14,14 +14,16 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
 
 enum {
-    MAX_WARPS = 7,      /* consumer warps, and slots, at most */
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
-    TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit at most */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
@@ -137,6 +139,7 @@ static void cut(struct geometry *g, const layer_config *c)
     g->pairs[OUT] = pairs_of(g->slot_bytes, q, 1 << 20);
     g->pairs[GATE_UP] = pairs_of(g->slot_bytes, c->d, 1 << 20);
     g->pairs[DOWN] = pairs_of(g->slot_bytes, g->piece, 1 << 20);
+    /* count the chunks of each product */
     g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
     g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
     g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
@@ -333,6 +336,7 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
 }
 
 /* status, teardown, error texts */
+/* the sticky status */
 int layer_status(layer *l)
 {
     uint32_t status;
@@ -343,6 +347,7 @@ int layer_status(layer *l)
     return (int)status;
 }
 
+/* tear a layer down */
 int layer_teardown(layer *l)
 {
     if (!l) return LAYER_OK;
@@ -352,6 +357,7 @@ int layer_teardown(layer *l)
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 
+/* error texts */
 const char *layer_strerror(int status)
 {
     static const char *text[] = {

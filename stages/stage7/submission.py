@@ -377,14 +377,16 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
 
 enum {
-    MAX_WARPS = 7,      /* consumer warps, and slots, at most */
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
-    TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit at most */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
@@ -589,6 +591,7 @@ DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
 }
 
 /* stream: the producer */
+/* stream: what the producer remembers */
 struct producer {
     uint64_t policy;
     int w;               /* the next slot */
@@ -622,6 +625,7 @@ DEVICE void copy(const struct layer_args *a, struct shared *s, const struct prod
 struct rows { const uint16_t *low, *high; int count; };   /* count of each */
 
 /* stream: the rows of a chunk */
+/* stream: the pairs that a chunk has */
 DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t total)
 {
     int64_t left = total - (int64_t)c * a->g.pairs[phase];
@@ -663,6 +667,7 @@ DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
     int step = (int)gridDim.x;
     for (int c = first_chunk(a, phase); c < a->g.chunks[phase]; c += step) {
         struct rows r = rows_of(a, phase, c);
+        /* the tag of a chunk of rows */
         int part = part_of(a, phase, c), next = c + a->g.warps * step;
         int last = next >= a->g.chunks[phase] || part_of(a, phase, next) != part;
         struct tag tag = { phase, part, c, vector, last };
@@ -673,6 +678,7 @@ DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
     }
 }
 
+/* stream: the width of a piece */
 DEVICE int64_t piece_width(const struct layer_args *a, int piece)
 {
     int64_t left = a->ffn - (int64_t)piece * a->g.piece;
@@ -719,6 +725,7 @@ DEVICE void produce_unit(const struct layer_args *a, struct shared *s,
     }
 }
 
+/* stream: produce all of it, in order */
 DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     struct producer p = { evict_first(), 0, ~0u };   /* every first wait passes */
@@ -1051,6 +1058,7 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
         multiply_run(c[0], r);
     }
     /* add up the diagonal */
+    /* what a lane has of the diagonal */
     int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
     struct pair sum = { 0, 0 };
     for (int u = 0; u < 2 * RUNS; u++) {
@@ -1059,6 +1067,7 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
         sum.high += g % 2 ? part[3] : part[2];
     }
     if (!here) sum.low = sum.high = 0;
+    /* add up the lanes */
     for (int m = 16; m; m /= 2) {
         sum.low += shfl_xor_f32(sum.low, m);
         sum.high += shfl_xor_f32(sum.high, m);
@@ -1317,6 +1326,7 @@ APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos
     }
 }
 
+/* stream: a consumer's life */
 DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, int w)
 {
     uint32_t chunks = 0;   /* finished and not yet counted */
@@ -1471,14 +1481,16 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
 
 enum {
-    MAX_WARPS = 7,      /* consumer warps, and slots, at most */
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
-    TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit at most */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
@@ -1594,6 +1606,7 @@ static void cut(struct geometry *g, const layer_config *c)
     g->pairs[OUT] = pairs_of(g->slot_bytes, q, 1 << 20);
     g->pairs[GATE_UP] = pairs_of(g->slot_bytes, c->d, 1 << 20);
     g->pairs[DOWN] = pairs_of(g->slot_bytes, g->piece, 1 << 20);
+    /* count the chunks of each product */
     g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
     g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
     g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
@@ -1790,6 +1803,7 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
 }
 
 /* status, teardown, error texts */
+/* the sticky status */
 int layer_status(layer *l)
 {
     uint32_t status;
@@ -1800,6 +1814,7 @@ int layer_status(layer *l)
     return (int)status;
 }
 
+/* tear a layer down */
 int layer_teardown(layer *l)
 {
     if (!l) return LAYER_OK;
@@ -1809,6 +1824,7 @@ int layer_teardown(layer *l)
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 
+/* error texts */
 const char *layer_strerror(int status)
 {
     static const char *text[] = {
