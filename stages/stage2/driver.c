@@ -498,6 +498,56 @@ static void check_all(struct set *s)
     void *mine[] = { h.arena, h.before, h.x, h.out, h.again, h.expected };
     for (size_t i = 0; i < sizeof mine / sizeof *mine; i++) free(mine[i]);
 }
+
+/* driver: the bytes of the weights */
+static int64_t weight_bytes(void)   /* as given, in bf16 */
+{
+    int64_t sum = 0;
+    for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
+    return sum;
+}
+#ifdef PACKED
+/* driver: what is said of packed weights */
+static void print_packing(const layer *l)
+{
+    static const char *const names[] = { "q", "k", "v", "o", "gate", "up", "down" };
+    double bytes = (double)layer_weight_bytes(l);
+    for (int i = 0; i < LAYER_MATRICES; i++) {
+        layer_packing p;
+        ok(layer_packing_of(l, i, &p), "packing");
+        printf("  %-4s  %.3f bits a weight, %lld exceptions, %s", names[i],
+               8.0 * (double)p.bytes / (double)p.weights, (long long)p.exceptions,
+               p.raw ? "not packed\n" : "");
+        if (!p.raw) printf("exponents %d to %d\n", p.base, p.base + 15);
+    }
+    printf("  weights  %.4g of %.4g GB\n", bytes * 1e-9, (double)weight_bytes() * 1e-9);
+}
+
+static uint64_t digest(uint64_t seen, const void *p, size_t bytes)   /* FNV-1a */
+{
+    for (size_t i = 0; i < bytes; i++)
+        seen = (seen ^ ((const unsigned char *)p)[i]) * 0x100000001b3u;
+    return seen;
+}
+
+static void print_digest(struct set *s)
+{
+    int64_t positions[] = { 0, opt.prefill, opt.prefill + 1 };
+    uint64_t seen = 0xcbf29ce484222325u;
+    size_t d = (size_t)opt.c.d * 2, caches = (size_t)elements(K_CACHE) * 2;
+    char *copy = need(d + caches);
+    for (int i = 0; i < 3; i++) {
+        step_once(s->l, positions[i], (uint16_t *)copy);
+        seen = digest(seen, copy, d);
+    }
+    for (int t = K_CACHE; t <= V_CACHE; t++) {
+        copy_out(copy, s->tensor[t], caches);
+        seen = digest(seen, copy, caches);
+    }
+    printf("  bits  %016llx in three steps\n", (unsigned long long)seen);
+    free(copy);
+}
+#endif
 #ifndef CUDA_CPU_TARGET
 /* driver: measure */
 enum { STEPS = 32 };
@@ -678,13 +728,6 @@ static int probe_reads_all(struct set *s, int sms)
 }
 
 /* driver: the report */
-static int64_t weight_bytes(void)
-{
-    int64_t sum = 0;
-    for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
-    return sum;
-}
-
 struct figures {
     struct spread us, again;   /* two runs of the same build: the noise */
     double graph, copy_tbs, read_tbs, bytes, contract_bytes;
@@ -907,7 +950,13 @@ static void run_shape(const struct cudaDeviceProp *p)
     cuda(cudaMalloc(&x_device, (size_t)c->d * 2), "memory for x");
     cuda(cudaMalloc(&out_device, (size_t)c->d * 2), "memory for the result");
     draw_set(&sets[0], opt.seed);
+#ifdef PACKED
+    print_packing(sets[0].l);
+#endif
     if (!opt.probe && !opt.quick && !opt.timeline) check_all(&sets[0]);
+#ifdef PACKED
+    if (!opt.probe && !opt.timeline) print_digest(&sets[0]);
+#endif
 #ifdef TIMERS
     if (opt.timeline) record_timeline(sets, p);
 #endif
@@ -919,6 +968,9 @@ static void run_shape(const struct cudaDeviceProp *p)
         cuda(cudaEventCreate(&begin), "event");
         cuda(cudaEventCreate(&end), "event");
         count_bytes(&f);
+        #ifdef PACKED
+        f.bytes += (double)(layer_weight_bytes(sets[0].l) - weight_bytes());
+        #endif
         prepare_samples(sets);
         f.copy_tbs = copy_bandwidth();
         f.read_tbs = read_bandwidth(sets, p->multiProcessorCount);

@@ -26,6 +26,8 @@ import weakref
 import torch
 
 # submission: the sources
+STAGE = 7
+
 KERNELS_CU = r"""
 
 /* stage 7: the kernel file */
@@ -2027,7 +2029,7 @@ def library(arch):
     return path
 
 def compile_to(path, arch, nvcc):
-    print(f"stage 7: compiling for sm_{arch}, once, to {path}", file=sys.stderr)
+    print(f"stage {STAGE}: compiling for sm_{arch}, once, to {path}", file=sys.stderr)
     command = [nvcc, *FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}",
                "-o", "layer.so", "kernels.cu", "layer.c"]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -2071,7 +2073,7 @@ LAYER_BAD_SHAPE = 3   # as in layer.h
 def explain(lib, status):
     nvcc, driver = find_nvcc(), getattr(torch._C, "_cuda_getDriverVersion", int)()
     compiler = version_of(nvcc).splitlines()[-1] if nvcc else "none"
-    return (f"stage 7: {lib.layer_strerror(status).decode()} (the driver is for CUDA "
+    return (f"stage {STAGE}: {lib.layer_strerror(status).decode()} (the driver is for CUDA "
             f"{driver // 1000}.{driver % 1000 // 10}, the compiler: {compiler})")
 
 # submission: build
