@@ -726,6 +726,13 @@ DEVICE float corrected(float sum, struct exceptions e, float scale)
 /* packed: what the consumers read */
 enum { STEP = RUN * RUNS };   /* columns that a warp does at once */
 struct bits64 { uint32_t v[2]; } __attribute__((aligned(8)));
+
+DEVICE int place_of(int c, int n)   /* among the eights of a row as stored, of column c */
+{
+    int step = c / STEP * STEP, within = c - step;
+    if (step + STEP > n) return c / 8;
+    return step / 8 + within % RUN / 8 * RUNS + within / RUN;
+}
 #ifndef TWIN
 /* packed: sixteen weights of a row */
 struct sixteen { bits128 bottoms; struct bits64 tops; };
@@ -743,8 +750,9 @@ DEVICE bits128 eight_of(struct sixteen s, int u)   /* those of run u */
     return unpack(s.bottoms.v[2 * u], s.bottoms.v[2 * u + 1], s.tops.v[u]);
 }
 
-DEVICE bits128 eight_at(struct row r, int i)   /* the ith eight as they are stored */
+DEVICE bits128 eight_at(struct row r, int column)   /* of the eight from there on */
 {
+    int i = place_of(column, r.n);
     struct bits64 bottoms = *(const struct bits64 *)(r.at + 8 * i);
     return unpack(bottoms.v[0], bottoms.v[1], *(const uint32_t *)(r.at + r.n + 4 * i));
 }
@@ -785,7 +793,7 @@ DEVICE struct sixteen read_sixteen(struct row r, int k)
 
 DEVICE bits128 eight_of(struct sixteen s, int u) { return s.w[u]; }
 
-DEVICE bits128 eight_at(struct row r, int i) { return eight_in_window(r, 8 * i); }
+DEVICE bits128 eight_at(struct row r, int column) { return eight_in_window(r, column); }
 
 /* twin: the exceptions of a row */
 DEVICE struct exceptions exceptions_of(struct row r, const uint16_t *hi)
@@ -1242,26 +1250,24 @@ APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t po
 
 /* packed: the consumers */
 /* packed: the diagonal product */
-struct step { struct sixteen low, high; bits128 hi[RUNS], lo[RUNS]; };
+struct step { struct sixteen low, high; };
 
-DEVICE struct step read_step(struct row low, struct row high, const uint16_t *hi, int k)
+DEVICE struct step read_step(struct row low, struct row high, int k)
 {
-    struct step s;
-    s.low = read_sixteen(low, k);
-    s.high = read_sixteen(high, k);
-    for (int u = 0; u < RUNS; u++) {
-        const uint16_t *x = hi + k + RUN * u + 8 * lane_id();
-        s.hi[u] = *(const bits128 *)x;
-        s.lo[u] = *(const bits128 *)(x + low.n);
-    }
+    struct step s = { read_sixteen(low, k), read_sixteen(high, k) };
     return s;
 }
 
-DEVICE void multiply_step(float c[RUNS][2][4], struct step s)
+DEVICE void multiply_step(float c[RUNS][2][4], struct step s, const uint16_t *x, int n)
 {
+    struct run r[RUNS];
     for (int u = 0; u < RUNS; u++) {
-        struct run r = { eight_of(s.low, u), eight_of(s.high, u), s.hi[u], s.lo[u] };
-        multiply_run(c[u], r);
+        r[u].hi = *(const bits128 *)(x + RUN * u);
+        r[u].lo = *(const bits128 *)(x + RUN * u + n);
+    }
+    for (int u = 0; u < RUNS; u++) {
+        r[u].low = eight_of(s.low, u), r[u].high = eight_of(s.high, u);
+        multiply_run(c[u], r[u]);
     }
 }
 
@@ -1270,14 +1276,15 @@ DEVICE struct pair packed_dot(struct row low, struct row high, const uint16_t *h
     float c[RUNS][2][4] = {{{ 0 }}};
     int n = low.n, whole = n / STEP * STEP;
     if (whole) {
-        struct step now = read_step(low, high, hi, 0);
+        const uint16_t *x = hi + 8 * lane_id();
+        struct step now = read_step(low, high, 0);
         UNROLL(1)
-        for (int k = STEP; k < whole; k += STEP) {
-            struct step next = read_step(low, high, hi, k);
-            multiply_step(c, now);
+        for (int k = STEP; k < whole; k += STEP, x += STEP) {
+            struct step next = read_step(low, high, k);
+            multiply_step(c, now, x, n);
             now = next;
         }
-        multiply_step(c, now);
+        multiply_step(c, now, x, n);
     }
     /* packed: multiply what is left of the rows */
     UNROLL(1)
@@ -1285,7 +1292,7 @@ DEVICE struct pair packed_dot(struct row low, struct row high, const uint16_t *h
         struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
         int i = k + 8 * lane_id();
         if (i < n) {
-            r.low = eight_at(low, i / 8), r.high = eight_at(high, i / 8);
+            r.low = eight_at(low, i), r.high = eight_at(high, i);
             r.hi = *(const bits128 *)(hi + i), r.lo = *(const bits128 *)(hi + n + i);
         }
         multiply_run(c[0], r);
@@ -1309,9 +1316,9 @@ DEVICE struct pair packed_dot(struct row low, struct row high, const uint16_t *h
     return sum;
 }
 
-DEVICE struct pair plain_dot(struct row low, struct row high, const uint16_t *hi)
+DEVICE bits128 any_eight(struct row r, int column)
 {
-    return dot((const uint16_t *)low.at, (const uint16_t *)high.at, hi, low.n);
+    return r.m->base ? eight_at(r, column) : *(const bits128 *)(r.at + 2 * column);
 }
 
 APART struct pair mixed_dot(const char *at_low, const char *at_high,
@@ -1319,11 +1326,35 @@ APART struct pair mixed_dot(const char *at_low, const char *at_high,
                             const uint16_t *hi, int n)
 {
     struct row low = { at_low, m_low, n }, high = { at_high, m_high, n };
-    if (!m_low->base && !m_high->base) return plain_dot(low, high, hi);
-    int first_packed = m_low->base != 0;
-    struct row packed = first_packed ? low : high, plain = first_packed ? high : low;
-    struct pair p = packed_dot(packed, packed, hi), q = plain_dot(plain, plain, hi);
-    struct pair sum = { first_packed ? p.low : q.low, first_packed ? q.high : p.high };
+    float c[RUNS][2][4] = {{{ 0 }}};
+    UNROLL(1)
+    for (int k = 0; k < n; k += RUN) {
+        struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
+        int i = k + 8 * lane_id(), odd = k < n / STEP * STEP && k / RUN % RUNS;
+        if (i < n) {
+            r.low = any_eight(low, i), r.high = any_eight(high, i);
+            r.hi = *(const bits128 *)(hi + i), r.lo = *(const bits128 *)(hi + n + i);
+        }
+        if (odd) multiply_run(c[1], r);
+        else multiply_run(c[0], r);
+    }
+    /* what a lane has of the diagonal */
+    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
+    struct pair sum = { 0, 0 };
+    for (int u = 0; u < 2 * RUNS; u++) {
+        const float *part = c[u / 2][u % 2];
+        sum.low += g % 2 ? part[1] : part[0];
+        sum.high += g % 2 ? part[3] : part[2];
+    }
+    if (!here) sum.low = sum.high = 0;
+    if (m_low->base) sum.low = corrected(sum.low, exceptions_of(low, hi), m_low->scale);
+    if (m_high->base)
+        sum.high = corrected(sum.high, exceptions_of(high, hi), m_high->scale);
+    /* add up the lanes */
+    for (int m = 16; m; m /= 2) {
+        sum.low += shfl_xor_f32(sum.low, m);
+        sum.high += shfl_xor_f32(sum.high, m);
+    }
     return sum;
 }
 
@@ -1664,13 +1695,6 @@ CPU_KERNEL(count_exponents, struct pack_args)
 #ifndef TWIN
 /* packed: pack the rows */
 /* packed: pack eight weights */
-DEVICE int place_of(int c, int n)   /* among the eights of a row, of that at column c */
-{
-    int step = c / STEP * STEP, within = c - step;
-    if (step + STEP > n) return c / 8;
-    return step / 8 + within % RUN / 8 * RUNS + within / RUN;
-}
-
 DEVICE void pack_eight(bits128 w, int base, char *row, int n, int place)
 {
     struct bits64 bottoms;
@@ -1762,7 +1786,7 @@ DEVICE void unpack_row(const struct pack_args *a, struct row r, int64_t at)
     for (int k = 0; k < r.n; k += RUN) {
         int c = k + 8 * lane_id();
         bits128 w = {{ 0 }};
-        if (c < r.n) w = out_of_window(eight_at(r, place_of(c, r.n)), a->base);
+        if (c < r.n) w = out_of_window(eight_at(r, c), a->base);
         for (; i < list[0]; i++) {
             uint32_t one = i < room ? list[2 + i] : a->more[list[1] + i - room];
             int column = (int)(one >> 16);
