@@ -3,12 +3,14 @@ and a step gives the bits of the twin that reads raw weights."""
 import ctypes
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import numpy
 import pytest
 
+import test_submission as python_side
 import tools
 
 sys.path.insert(0, str(tools.ROOT))
@@ -39,6 +41,7 @@ def compiled(folder, *options, change=lambda text: text):
     subprocess.run(["gcc", "-shared", "-o", str(path), *objects, "-lm"], check=True)
     os.environ["CPU_SMS"] = "3"
     library = ctypes.CDLL(str(path))
+    library.path = path
     library.layer_weight_bytes.restype = ctypes.c_int64
     library.layer_step.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
                                    ctypes.c_void_p)
@@ -334,3 +337,59 @@ def test_a_tensor_that_does_not_come_back_is_not_packed(tmp_path, fault):
     assert all((layer.unpacked(name) == w[name]).all() for name in NAMES)
     assert numpy.isfinite(widened(layer.step(x)[0])).all()
     layer.close()
+
+
+# -------------------------------------------------------------------- the Python submission
+
+@pytest.fixture
+def submission():
+    return python_side.load(STAGE / "submission.py")
+
+
+@pytest.mark.parametrize("name", ["kernels.cu", "layer.h", "layer.c"])
+def test_the_source_inside_is_the_stage(submission, name):
+    file = (STAGE / name).read_text(encoding="utf-8")
+    assert python_side.code(submission.SOURCES[name]) == python_side.code(file)[1:]
+
+
+def test_the_header_is_what_python_takes_it_for(submission):
+    header = (STAGE / "layer.h").read_text(encoding="utf-8")
+    body = header.split("} layer_packing;")[0].rsplit("typedef struct {", 1)[1]
+    fields = re.findall(r"(\w+)[,;]", re.sub(r"/\*.*?\*/", "", body, flags=re.S))
+    assert fields == [name for name, _ in submission.Packing._fields_] == [name for name, _ in Packing._fields_]
+
+
+def test_the_submission_steps_and_tells_of_its_weights(submission, packed, monkeypatch):
+    chip, shape = python_side.pretend(packed, submission, monkeypatch), python_side.SHAPE
+    arguments = chip.layer()
+    exact = ref.ExactLayer(ref.make_weights(shape, 1), ref.make_cache(shape, 1), shape.cfg(), 80)
+    handle = submission.build_layer(*arguments)
+    told = submission.packing(handle)
+    assert list(told) == list(NAMES) and not any(one["raw"] for one in told.values())
+    assert all(12 < one["bits"] < 14.1 for one in told.values())
+    read = submission.bytes_read(handle)
+    assert read == 4 * shape.d + sum(one["bytes"] for one in told.values()) < shape.weight_bytes()
+
+    def step(pos):
+        x = ref.make_x(shape, 1, pos)
+        out = chip.values(submission.layer_step(handle, chip.tensor(x), pos))
+        assert ref.relative_error(out, exact.step(x, pos)) <= 5e-3
+    step(70)
+    submission.own_weights(handle)
+    assert len(handle.tensors) == 2                     # the caches
+    for tensor in arguments[0]["layers"][0].values():   # the caller's own, which may go now
+        tensor.fill_(float("nan"))
+    step(71)
+    submission.teardown(handle)
+    with pytest.raises(RuntimeError, match="after teardown"):
+        submission.packing(handle)
+    with pytest.raises(ValueError, match="handle"):
+        submission.bytes_read("none")
+
+
+@python_side.needs_nvcc
+def test_the_submission_compiles(tmp_path, submission, monkeypatch, capsys):
+    monkeypatch.setenv("LAYER_CACHE", str(tmp_path))
+    lib = submission.load(submission.library("90a"))
+    assert "stage 8: compiling for sm_90a" in capsys.readouterr().err
+    assert lib.layer_packing_of(None, 0, None) == 1 and lib.layer_teardown(None) == 0

@@ -2073,8 +2073,8 @@ LAYER_BAD_SHAPE = 3   # as in layer.h
 def explain(lib, status):
     nvcc, driver = find_nvcc(), getattr(torch._C, "_cuda_getDriverVersion", int)()
     compiler = version_of(nvcc).splitlines()[-1] if nvcc else "none"
-    return (f"stage {STAGE}: {lib.layer_strerror(status).decode()} (the driver is for CUDA "
-            f"{driver // 1000}.{driver % 1000 // 10}, the compiler: {compiler})")
+    return (f"stage {STAGE}: {lib.layer_strerror(status).decode()} (the driver is for "
+            f"CUDA {driver // 1000}.{driver % 1000 // 10}, the compiler: {compiler})")
 
 # submission: build
 class Layer:

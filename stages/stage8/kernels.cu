@@ -727,7 +727,7 @@ DEVICE float corrected(float sum, struct exceptions e, float scale)
 enum { STEP = RUN * RUNS };   /* columns that a warp does at once */
 struct bits64 { uint32_t v[2]; } __attribute__((aligned(8)));
 
-DEVICE int place_of(int c, int n)   /* among the eights of a row as stored, of column c */
+DEVICE int place_of(int c, int n)   /* of column c, among the eights as stored */
 {
     int step = c / STEP * STEP, within = c - step;
     if (step + STEP > n) return c / 8;
@@ -873,7 +873,7 @@ DEVICE int row_bytes(const struct matrix *m, int n)
     return m->packed ? n / 2 * 3 + m->extra : 2 * n;
 }
 
-struct rows { int low, high, count; int64_t first_low, first_high; };   /* of matrices */
+struct rows { int low, high, count; int64_t first_low, first_high; };  /* of matrices */
 
 DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
 {
@@ -889,8 +889,8 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
         struct rows r = { W_GATE, W_UP, pairs_left(a, phase, c, a->ffn), first, first };
         return r;
     }
-    int W = phase == OUT ? W_O : W_DOWN;
-    struct rows r = { W, W, pairs_left(a, phase, c, a->d / 2), first, first + a->d / 2 };
+    int W = phase == OUT ? W_O : W_DOWN, count = pairs_left(a, phase, c, a->d / 2);
+    struct rows r = { W, W, count, first, first + a->d / 2 };
     return r;
 }
 
@@ -906,8 +906,8 @@ DEVICE void copy_rows(const struct layer_args *a, struct shared *s,
         return;
     }
     for (int i = 0; i < count; i++) {
-        const char *at = m->at + (row + i) * m->stride + 2 * piece * (int64_t)a->g.piece;
-        copy(a, s, p, to + i * bytes, (const uint16_t *)at, n);
+        const char *at = m->at + (row + i) * m->stride;
+        copy(a, s, p, to + i * bytes, (const uint16_t *)at + piece * a->g.piece, n);
     }
 }
 
@@ -1686,7 +1686,8 @@ KERNEL count_exponents(struct pack_args a)   /* 256 threads; rows without gaps *
     __syncthreads();
     for (int64_t i = first; i < a.rows * a.stride / 8; i += step) {
         bits128 w = load_16(a.from + 8 * i);
-        for (int j = 0; j < 8; j++) add_in_block(count + (half_of(w, j) >> 7 & 0xffu), 1);
+        for (int j = 0; j < 8; j++)
+            add_in_block(count + (half_of(w, j) >> 7 & 0xffu), 1);
     }
     __syncthreads();
     atomic_add_relaxed(a.exponents + threadIdx.x, count[threadIdx.x]);

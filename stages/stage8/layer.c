@@ -252,7 +252,7 @@ enum { PACK_BLOCKS = 2 };   /* a thread is a fiber there, and a loop is cheaper 
 #else
 enum { PACK_BLOCKS = 1056 };
 #endif
-enum { USED = 256, WRONG, COUNTS };   /* the numbers that the kernels count in */
+enum { USED = 256, WRONG, COUNTS };   /* counters of kernels, behind the exponents */
 
 static struct pack_args pack_args_of(struct source s, uint32_t *counts)
 {
@@ -353,7 +353,7 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
 
 static int pack_layer(layer *l)
 {
-    uint32_t *counts;   /* device memory: 256 exponents, exceptions without room, wrong */
+    uint32_t *counts;   /* device memory: [COUNTS] */
     int bad = LAYER_OK;
     if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;   /* the weights are there */
     if (cudaMalloc((void **)&counts, COUNTS * sizeof *counts)) {

@@ -92,7 +92,7 @@ int64_t layer_weight_bytes(const layer *l);
 int layer_unpack(layer *l, int matrix, void *out);
 /* Copies what steps still read of the caller's weights (norms, and what did not
    compress), so that from then on the caller may free all of them. Waits for the
-   device. After LAYER_NO_MEMORY the layer is as it was, and so is the duty to keep them. */
+   device. After LAYER_NO_MEMORY the layer works as before, and still needs them. */
 int layer_own_weights(layer *l);
 #ifdef __cplusplus
 }

@@ -762,7 +762,7 @@ DEVICE float corrected(float sum, struct exceptions e, float scale)
 enum { STEP = RUN * RUNS };   /* columns that a warp does at once */
 struct bits64 { uint32_t v[2]; } __attribute__((aligned(8)));
 
-DEVICE int place_of(int c, int n)   /* among the eights of a row as stored, of column c */
+DEVICE int place_of(int c, int n)   /* of column c, among the eights as stored */
 {
     int step = c / STEP * STEP, within = c - step;
     if (step + STEP > n) return c / 8;
@@ -908,7 +908,7 @@ DEVICE int row_bytes(const struct matrix *m, int n)
     return m->packed ? n / 2 * 3 + m->extra : 2 * n;
 }
 
-struct rows { int low, high, count; int64_t first_low, first_high; };   /* of matrices */
+struct rows { int low, high, count; int64_t first_low, first_high; };  /* of matrices */
 
 DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
 {
@@ -924,8 +924,8 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
         struct rows r = { W_GATE, W_UP, pairs_left(a, phase, c, a->ffn), first, first };
         return r;
     }
-    int W = phase == OUT ? W_O : W_DOWN;
-    struct rows r = { W, W, pairs_left(a, phase, c, a->d / 2), first, first + a->d / 2 };
+    int W = phase == OUT ? W_O : W_DOWN, count = pairs_left(a, phase, c, a->d / 2);
+    struct rows r = { W, W, count, first, first + a->d / 2 };
     return r;
 }
 
@@ -941,8 +941,8 @@ DEVICE void copy_rows(const struct layer_args *a, struct shared *s,
         return;
     }
     for (int i = 0; i < count; i++) {
-        const char *at = m->at + (row + i) * m->stride + 2 * piece * (int64_t)a->g.piece;
-        copy(a, s, p, to + i * bytes, (const uint16_t *)at, n);
+        const char *at = m->at + (row + i) * m->stride;
+        copy(a, s, p, to + i * bytes, (const uint16_t *)at + piece * a->g.piece, n);
     }
 }
 
@@ -1721,7 +1721,8 @@ KERNEL count_exponents(struct pack_args a)   /* 256 threads; rows without gaps *
     __syncthreads();
     for (int64_t i = first; i < a.rows * a.stride / 8; i += step) {
         bits128 w = load_16(a.from + 8 * i);
-        for (int j = 0; j < 8; j++) add_in_block(count + (half_of(w, j) >> 7 & 0xffu), 1);
+        for (int j = 0; j < 8; j++)
+            add_in_block(count + (half_of(w, j) >> 7 & 0xffu), 1);
     }
     __syncthreads();
     atomic_add_relaxed(a.exponents + threadIdx.x, count[threadIdx.x]);
@@ -1949,7 +1950,7 @@ int64_t layer_weight_bytes(const layer *l);
 int layer_unpack(layer *l, int matrix, void *out);
 /* Copies what steps still read of the caller's weights (norms, and what did not
    compress), so that from then on the caller may free all of them. Waits for the
-   device. After LAYER_NO_MEMORY the layer is as it was, and so is the duty to keep them. */
+   device. After LAYER_NO_MEMORY the layer works as before, and still needs them. */
 int layer_own_weights(layer *l);
 #ifdef __cplusplus
 }
@@ -2213,7 +2214,7 @@ enum { PACK_BLOCKS = 2 };   /* a thread is a fiber there, and a loop is cheaper 
 #else
 enum { PACK_BLOCKS = 1056 };
 #endif
-enum { USED = 256, WRONG, COUNTS };   /* the numbers that the kernels count in */
+enum { USED = 256, WRONG, COUNTS };   /* counters of kernels, behind the exponents */
 
 static struct pack_args pack_args_of(struct source s, uint32_t *counts)
 {
@@ -2314,7 +2315,7 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
 
 static int pack_layer(layer *l)
 {
-    uint32_t *counts;   /* device memory: 256 exponents, exceptions without room, wrong */
+    uint32_t *counts;   /* device memory: [COUNTS] */
     int bad = LAYER_OK;
     if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;   /* the weights are there */
     if (cudaMalloc((void **)&counts, COUNTS * sizeof *counts)) {
@@ -2864,8 +2865,8 @@ LAYER_BAD_SHAPE = 3   # as in layer.h
 def explain(lib, status):
     nvcc, driver = find_nvcc(), getattr(torch._C, "_cuda_getDriverVersion", int)()
     compiler = version_of(nvcc).splitlines()[-1] if nvcc else "none"
-    return (f"stage {STAGE}: {lib.layer_strerror(status).decode()} (the driver is for CUDA "
-            f"{driver // 1000}.{driver % 1000 // 10}, the compiler: {compiler})")
+    return (f"stage {STAGE}: {lib.layer_strerror(status).decode()} (the driver is for "
+            f"CUDA {driver // 1000}.{driver % 1000 // 10}, the compiler: {compiler})")
 
 # submission: build
 class Layer:
