@@ -42,6 +42,7 @@ help:
 	@echo 'make ladder       measures all stages in one run on a GPU -> data/ladder.csv; STAGES="0 5 7" some'
 	@echo 'make traffic      bytes read and written by stages 4 and 5, by the hardware counters'
 	@echo 'make peers        measures PyTorch and the cuBLAS products beside stage 7 -> data/peers.csv'
+	@echo 'make exponents    how weights use their exponents -> data/exponents.csv; needs no GPU'
 	@echo 'make timeline     when each multiprocessor worked on which phase -> data/timeline-N.csv; N=7 one stage'
 	@echo 'make plots        data/ -> the figures in plots/, and the table in README.md; needs no GPU'
 	@echo 'make weave        layer.nw -> paper/layer.pdf'
@@ -294,12 +295,18 @@ python=$$($(python_with_a_gpu)); \
 "$$python" measure.py $(1)
 endef
 
-.PHONY: ladder peers plots
+.PHONY: ladder peers plots exponents
 ladder: | $(FIRST)
 	@$(call measure,ladder $(if $(STAGES),--stages '$(STAGES)'),$(or $(STAGES),$(STAGES_HERE)))
 
 peers: | $(FIRST) $(filter ladder,$(MAKECMDGOALS))
 	@$(call measure,peers,7)
+
+# WHEEL= a file instead of a download; where neither can be had the network is left out.
+WHEEL :=
+exponents: | $(FIRST)
+	@$(python_is_here)
+	@'$(PYTHON)' plots/exponents.py $(if $(WHEEL),--wheel '$(WHEEL)')
 
 # By ncu, on the drivers of the stages themselves.
 .PHONY: traffic
@@ -322,7 +329,7 @@ timeline: | $(FIRST)
 	    COMMIT="$$(git describe --always --dirty=+ --abbrev=12 2>/dev/null || echo "$${COMMIT:-unknown}")"; \
 	for n in $(N); do build/gpu-timers/stage$$n/driver --timeline=data/timeline-$$n.csv; done
 
-plots: | $(FIRST) $(filter ladder peers timeline,$(MAKECMDGOALS))
+plots: | $(FIRST) $(filter ladder peers timeline exponents,$(MAKECMDGOALS))
 	@command -v gnuplot >/dev/null || { echo 'plots: gnuplot is missing; make deps-paper installs it'; exit 1; }
 	@python3 plots/draw.py
 	@python3 plots/tables.py README.md

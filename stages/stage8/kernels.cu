@@ -905,6 +905,7 @@ DEVICE void copy_rows(const struct layer_args *a, struct shared *s,
         copy(a, s, p, to, (const uint16_t *)at, count * bytes / 2);
         return;
     }
+    UNROLL(1)
     for (int i = 0; i < count; i++) {
         const char *at = m->at + (row + i) * m->stride;
         copy(a, s, p, to + i * bytes, (const uint16_t *)at + piece * a->g.piece, n);
