@@ -10,6 +10,7 @@
 #define KV_FLOOR 4.0
 
 /* the driver of a stage */
+/* driver: all but measuring */
 #define _POSIX_C_SOURCE 200809L
 #include <math.h>
 #include <stdarg.h>
@@ -506,48 +507,8 @@ static int64_t weight_bytes(void)   /* as given, in bf16 */
     for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
     return sum;
 }
-#ifdef PACKED
-/* driver: what is said of packed weights */
-static void print_packing(const layer *l)
-{
-    static const char *const names[] = { "q", "k", "v", "o", "gate", "up", "down" };
-    double bytes = (double)layer_weight_bytes(l);
-    for (int i = 0; i < LAYER_MATRICES; i++) {
-        layer_packing p;
-        ok(layer_packing_of(l, i, &p), "packing");
-        printf("  %-4s  %.3f bits a weight, %lld exceptions, %s", names[i],
-               8.0 * (double)p.bytes / (double)p.weights, (long long)p.exceptions,
-               p.raw ? "not packed\n" : "");
-        if (!p.raw) printf("exponents %d to %d\n", p.base, p.base + 15);
-    }
-    printf("  weights  %.4g of %.4g GB\n", bytes * 1e-9, (double)weight_bytes() * 1e-9);
-}
 
-static uint64_t digest(uint64_t seen, const void *p, size_t bytes)   /* FNV-1a */
-{
-    for (size_t i = 0; i < bytes; i++)
-        seen = (seen ^ ((const unsigned char *)p)[i]) * 0x100000001b3u;
-    return seen;
-}
-
-static void print_digest(struct set *s)
-{
-    int64_t positions[] = { 0, opt.prefill, opt.prefill + 1 };
-    uint64_t seen = 0xcbf29ce484222325u;
-    size_t d = (size_t)opt.c.d * 2, caches = (size_t)elements(K_CACHE) * 2;
-    char *copy = need(d + caches);
-    for (int i = 0; i < 3; i++) {
-        step_once(s->l, positions[i], (uint16_t *)copy);
-        seen = digest(seen, copy, d);
-    }
-    for (int t = K_CACHE; t <= V_CACHE; t++) {
-        copy_out(copy, s->tensor[t], caches);
-        seen = digest(seen, copy, caches);
-    }
-    printf("  bits  %016llx in three steps\n", (unsigned long long)seen);
-    free(copy);
-}
-#endif
+/* driver: measuring, and the main program */
 #ifndef CUDA_CPU_TARGET
 /* driver: measure */
 enum { STEPS = 32 };
@@ -896,8 +857,13 @@ static void write_timeline(const uint64_t *marks, int blocks,
 static double bytes_of(const struct phase *phase)
 {
     double rows = (double)(opt.prefill + 1) / (double)opt.c.max_seq_len, sum = 0;
-    for (int t = phase->first; t <= phase->last; t++)
-        sum += 2 * (double)elements(t) * (t >= K_CACHE ? rows : 1);
+    for (int t = phase->first; t <= phase->last; t++) {
+        double size = 2;
+#ifdef PACKED
+        if (element_size[t]) size = element_size[t];
+#endif
+        sum += size * (double)elements(t) * (t >= K_CACHE ? rows : 1);
+    }
     return sum;
 }
 
@@ -951,7 +917,7 @@ static void run_shape(const struct cudaDeviceProp *p)
     cuda(cudaMalloc(&out_device, (size_t)c->d * 2), "memory for the result");
     draw_set(&sets[0], opt.seed);
 #ifdef PACKED
-    print_packing(sets[0].l);
+    print_packing(&sets[0]);
 #endif
     if (!opt.probe && !opt.quick && !opt.timeline) check_all(&sets[0]);
 #ifdef PACKED

@@ -13,7 +13,7 @@
 #define KV_SLACK 1.0
 #define KV_FLOOR 0.0
 
-/* the driver of a stage */
+/* driver: all but measuring */
 #define _POSIX_C_SOURCE 200809L
 #include <math.h>
 #include <stdarg.h>
@@ -510,11 +510,27 @@ static int64_t weight_bytes(void)   /* as given, in bf16 */
     for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
     return sum;
 }
-#ifdef PACKED
+
 /* driver: what is said of packed weights */
-static void print_packing(const layer *l)
+/* driver: how long packing takes */
+static double build_seconds(struct set *s)   /* of one more layer */
+{
+    layer *l;
+    struct timespec from, to;
+    clock_gettime(CLOCK_MONOTONIC, &from);
+    ok(layer_build(&l, &opt.c, &s->w, s->tensor[K_CACHE], s->tensor[V_CACHE]), "build");
+    clock_gettime(CLOCK_MONOTONIC, &to);
+    ok(layer_teardown(l), "teardown");
+    double ns = (double)(to.tv_nsec - from.tv_nsec);
+    return (double)(to.tv_sec - from.tv_sec) + 1e-9 * ns;
+}
+
+static double element_size[TENSORS];   /* bytes that a step reads; 0: 2 */
+
+static void print_packing(struct set *s)
 {
     static const char *const names[] = { "q", "k", "v", "o", "gate", "up", "down" };
+    const layer *l = s->l;
     double bytes = (double)layer_weight_bytes(l);
     for (int i = 0; i < LAYER_MATRICES; i++) {
         layer_packing p;
@@ -523,8 +539,10 @@ static void print_packing(const layer *l)
                8.0 * (double)p.bytes / (double)p.weights, (long long)p.exceptions,
                p.raw ? "not packed\n" : "");
         if (!p.raw) printf("exponents %d to %d\n", p.base, p.base + 15);
+        element_size[WQ + i] = (double)p.bytes / (double)p.weights;
     }
-    printf("  weights  %.4g of %.4g GB\n", bytes * 1e-9, (double)weight_bytes() * 1e-9);
+    printf("  weights  %.4g of %.4g GB", bytes * 1e-9, (double)weight_bytes() * 1e-9);
+    printf(", built in %.3f s\n", build_seconds(s));
 }
 
 static uint64_t digest(uint64_t seen, const void *p, size_t bytes)   /* FNV-1a */
@@ -551,7 +569,8 @@ static void print_digest(struct set *s)
     printf("  bits  %016llx in three steps\n", (unsigned long long)seen);
     free(copy);
 }
-#endif
+
+/* driver: measuring, and the main program */
 #ifndef CUDA_CPU_TARGET
 /* driver: measure */
 enum { STEPS = 32 };
@@ -900,8 +919,13 @@ static void write_timeline(const uint64_t *marks, int blocks,
 static double bytes_of(const struct phase *phase)
 {
     double rows = (double)(opt.prefill + 1) / (double)opt.c.max_seq_len, sum = 0;
-    for (int t = phase->first; t <= phase->last; t++)
-        sum += 2 * (double)elements(t) * (t >= K_CACHE ? rows : 1);
+    for (int t = phase->first; t <= phase->last; t++) {
+        double size = 2;
+#ifdef PACKED
+        if (element_size[t]) size = element_size[t];
+#endif
+        sum += size * (double)elements(t) * (t >= K_CACHE ? rows : 1);
+    }
     return sum;
 }
 
@@ -955,7 +979,7 @@ static void run_shape(const struct cudaDeviceProp *p)
     cuda(cudaMalloc(&out_device, (size_t)c->d * 2), "memory for the result");
     draw_set(&sets[0], opt.seed);
 #ifdef PACKED
-    print_packing(sets[0].l);
+    print_packing(&sets[0]);
 #endif
     if (!opt.probe && !opt.quick && !opt.timeline) check_all(&sets[0]);
 #ifdef PACKED

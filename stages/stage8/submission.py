@@ -914,9 +914,9 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
 {
     int64_t first = (int64_t)c * a->g.pairs[phase];
     if (phase == QKV) {
-        int half = a->hd / 2, head = (int)(first / half), kv = head - a->n_q;
+        int half = a->hd / 2, head = (int)first / half, kv = head - a->n_q;
         int W = kv < 0 ? W_Q : kv < a->n_kv ? W_K : W_V;
-        int64_t row = (kv < 0 ? head : kv % a->n_kv) * a->hd + first % half;
+        int row = (kv < 0 ? head : kv % a->n_kv) * a->hd + (int)first % half;
         struct rows r = { W, W, a->g.pairs[QKV], row, row + half };
         return r;
     }
