@@ -669,7 +669,6 @@ DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
     int step = (int)gridDim.x;
     for (int c = first_chunk(a, phase); c < a->g.chunks[phase]; c += step) {
         struct rows r = rows_of(a, phase, c);
-        /* the tag of a chunk of rows */
         int part = part_of(a, phase, c), next = c + a->g.warps * step;
         int last = next >= a->g.chunks[phase] || part_of(a, phase, next) != part;
         struct tag tag = { phase, part, c, vector, last };

@@ -849,12 +849,6 @@ DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t tota
     return (int)(left < a->g.pairs[phase] ? left : a->g.pairs[phase]);
 }
 
-/* stream: the piece of down that a chunk of gate and up feeds */
-DEVICE int part_of(const struct layer_args *a, int phase, int c)
-{
-    return phase == GATE_UP ? c * a->g.pairs[GATE_UP] / a->g.piece : 0;
-}
-
 /* stream: the width of a piece */
 DEVICE int64_t piece_width(const struct layer_args *a, int piece)
 {
@@ -879,9 +873,10 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
 {
     int64_t first = (int64_t)c * a->g.pairs[phase];
     if (phase == QKV) {
-        int half = a->hd / 2, head = (int)first / half, kv = head - a->n_q;
-        int W = kv < 0 ? W_Q : kv < a->n_kv ? W_K : W_V;
-        int row = (kv < 0 ? head : kv % a->n_kv) * a->hd + (int)first % half;
+        int half = a->hd / 2, bits = half == 64 ? 6 : 5;   /* half is 64 or 32 */
+        int head = (int)first >> bits, k = head - a->n_q, v = k - a->n_kv;
+        int W = k < 0 ? W_Q : v < 0 ? W_K : W_V;
+        int row = (k < 0 ? head : v < 0 ? k : v) * a->hd + ((int)first & (half - 1));
         struct rows r = { W, W, a->g.pairs[QKV], row, row + half };
         return r;
     }
@@ -895,32 +890,37 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
 }
 
 /* packed: copy the rows of a chunk */
-DEVICE void copy_rows(const struct layer_args *a, struct shared *s,
-                      const struct producer *p, int64_t to, const struct matrix *m,
-                      int64_t row, int count, int n, int piece)
+struct side { const char *at; int64_t stride; int bytes; };   /* packed: stride 0 */
+
+DEVICE struct side side_of(const struct layer_args *a, int matrix, int n, int piece)
 {
-    int64_t bytes = row_bytes(m, n);
-    if (m->packed) {
-        const char *at = m->at + piece * a->d * row_bytes(m, a->g.piece) + row * bytes;
-        copy(a, s, p, to, (const uint16_t *)at, count * bytes / 2);
-        return;
-    }
+    const struct matrix *m = a->m + matrix;
+    struct side s = { m->at, m->packed ? 0 : m->stride, row_bytes(m, n) };
+    s.at += m->packed ? piece * a->d * row_bytes(m, a->g.piece)
+                      : 2 * (int64_t)piece * a->g.piece;
+    return s;
+}
+
+DEVICE void copy_rows(const struct layer_args *a, struct shared *s,
+                      const struct producer *p, int64_t to, struct side side,
+                      int64_t row, int count)
+{
+    int64_t half = side.bytes / 2;   /* copy() counts in bf16 */
+    if (!side.stride)
+        copy(a, s, p, to, (const uint16_t *)(side.at + row * side.bytes), count * half);
     UNROLL(1)
-    for (int i = 0; i < count; i++) {
-        const char *at = m->at + (row + i) * m->stride;
-        copy(a, s, p, to + i * bytes, (const uint16_t *)at + piece * a->g.piece, n);
-    }
+    for (int i = 0; i < count && side.stride; i++)
+        copy(a, s, p, to + i * side.bytes,
+             (const uint16_t *)(side.at + (row + i) * side.stride), half);
 }
 
 DEVICE void send(const struct layer_args *a, struct shared *s, struct producer *p,
-                 struct tag tag, struct rows r)
+                 struct tag tag, struct rows r, struct side low, struct side high)
 {
-    const struct matrix *low = a->m + r.low, *high = a->m + r.high;
-    int n = columns_of(a, tag.phase, tag.part), bytes = r.count * row_bytes(low, n);
-    int piece = tag.phase == DOWN ? tag.part : 0;
-    offer(s, p, tag, (uint32_t)(bytes + r.count * row_bytes(high, n)));
-    copy_rows(a, s, p, 0, low, r.first_low, r.count, n, piece);
-    copy_rows(a, s, p, bytes, high, r.first_high, r.count, n, piece);
+    int bytes = r.count * low.bytes;
+    offer(s, p, tag, (uint32_t)(bytes + r.count * high.bytes));
+    copy_rows(a, s, p, 0, low, r.first_low, r.count);
+    copy_rows(a, s, p, bytes, high, r.first_high, r.count);
     next_slot(a, p, 1);
 }
 
@@ -928,13 +928,19 @@ DEVICE void send(const struct layer_args *a, struct shared *s, struct producer *
 DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
                          struct producer *p, int phase, int vector)
 {
-    int step = (int)gridDim.x;
-    for (int c = first_chunk(a, phase); c < a->g.chunks[phase]; c += step) {
-        /* the tag of a chunk of rows */
-        int part = part_of(a, phase, c), next = c + a->g.warps * step;
-        int last = next >= a->g.chunks[phase] || part_of(a, phase, next) != part;
+    int chunks = a->g.chunks[phase], step = (int)gridDim.x, part = 0;
+    int part_chunks = phase == GATE_UP ? a->g.piece / a->g.pairs[GATE_UP] : chunks;
+    int n = columns_of(a, phase, 0), first = first_chunk(a, phase);
+    struct side low = { 0, 0, 0 }, high = { 0, 0, 0 };
+    for (int c = first; c < chunks; c += step) {
+        struct rows r = rows_of(a, phase, c);
+        if (c == first || phase == QKV)
+            low = side_of(a, r.low, n, 0), high = side_of(a, r.high, n, 0);
+        while (c >= (part + 1) * part_chunks) part++;   /* of down, that this one feeds */
+        int next = c + a->g.warps * step, last = next >= chunks;
         struct tag tag = { phase, part, c, vector, last };
-        send(a, s, p, tag, rows_of(a, phase, c));
+        if (next >= (part + 1) * part_chunks) tag.last = 1;
+        send(a, s, p, tag, r, low, high);
     }
 }
 
@@ -942,11 +948,13 @@ DEVICE void produce_down(const struct layer_args *a, struct shared *s,
                          struct producer *p, int piece, int vector)
 {
     struct share share = share_of_down(a);
+    int n = columns_of(a, DOWN, piece);
+    struct side side = side_of(a, W_DOWN, n, piece);
     while (p->w) next_slot(a, p, 0);   /* each of a row's pieces to the same warp */
     for (int c = share.team; c < a->g.chunks[DOWN]; c += share.teams) {
         int last = c + a->g.warps * share.teams >= a->g.chunks[DOWN];
         struct tag tag = { DOWN, piece, c, vector, last };
-        send(a, s, p, tag, rows_of(a, DOWN, c));
+        send(a, s, p, tag, rows_of(a, DOWN, c), side, side);
     }
 }
 
