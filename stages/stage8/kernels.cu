@@ -936,7 +936,7 @@ DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
         struct rows r = rows_of(a, phase, c);
         if (c == first || phase == QKV)
             low = side_of(a, r.low, n, 0), high = side_of(a, r.high, n, 0);
-        while (c >= (part + 1) * part_chunks) part++;   /* of down, that this one feeds */
+        while (c >= (part + 1) * part_chunks) part++;   /* of down, that it feeds */
         int next = c + a->g.warps * step, last = next >= chunks;
         struct tag tag = { phase, part, c, vector, last };
         if (next >= (part + 1) * part_chunks) tag.last = 1;
