@@ -13,12 +13,12 @@ export LC_ALL := C
 # ---------------------------------------------------------------- the web's files
 # The files that layer.nw tangles into, one and all: `make tangle` refuses a web whose
 # root chunks are not exactly these, for a misspelled chunk name is one more root.
-WEB_STAGES := 0 1 2 3 4 5 6 7
+WEB_STAGES := 0 1 2 3 4 5 6 7 8
 ROOTS := \
   $(addprefix stages/oracle/,oracle.h oracle.c) \
   $(addprefix stages/cpu/,cuda_runtime_api.h device.h cpu.c selftest.cu selftest.c) \
   $(foreach n,$(WEB_STAGES),$(addprefix stages/stage$n/,layer.h layer.c kernels.cu probes.cu driver.c)) \
-  stages/stage7/submission.py
+  stages/stage7/submission.py stages/stage8/submission.py
 
 # What is built is whatever folders there are; layer.nw is not asked.
 STAGES_HERE := $(patsubst stages/stage%/,%,$(sort $(wildcard stages/stage?/)))
@@ -36,13 +36,15 @@ help:
 	    echo "make stage$$n       build stage $$n and run it: on the GPU if there is one, else on the CPU"; \
 	done
 	@echo '                  D= FFN= NQ= NKV= HD= PREFILL= choose another shape, SEED= other inputs,'
-	@echo '                  DEBUG=1 kernels whose waits are bounded and name what they wait for'
+	@echo '                  DEBUG=1 kernels whose waits are bounded and name what they wait for;'
+	@echo '                  TWIN=1 with stage8: the same arithmetic from raw weights, for the same bits'
 	@echo 'make grade        all gates of the contract on a GPU -> data/grade.json; SUBMISSION= another file'
 	@echo 'make ladder       measures all stages in one run on a GPU -> data/ladder.csv; STAGES="0 5 7" some'
 	@echo 'make shapes       measures stage 7 on other layers of the Llama family -> data/shapes.csv;'
 	@echo '                  ONLY="70b mistral" some'
 	@echo 'make traffic      bytes read and written by stages 4 and 5, by the hardware counters'
 	@echo 'make peers        measures PyTorch and the cuBLAS products beside stage 7 -> data/peers.csv'
+	@echo 'make exponents    how weights use their exponents -> data/exponents.csv; needs no GPU'
 	@echo 'make timeline     when each multiprocessor worked on which phase -> data/timeline-N.csv; N=7 one stage'
 	@echo 'make plots        data/ -> the figures in plots/, and the table in README.md; needs no GPU'
 	@echo 'make weave        layer.nw -> paper/layer.pdf'
@@ -168,13 +170,14 @@ build/liboracle.so: stages/oracle/oracle.c stages/oracle/oracle.h
 	@$(CC) $(CFLAGS) -O2 -shared -fPIC -o $@.tmp $< -lm && mv -f $@.tmp $@
 
 # ---------------------------------------------------------------- the CPU target
-# Four builds: plain, which the tests also load as a library and may age; timers, with
-# them compiled in; asan, all of it under AddressSanitizer; tsan, in which only the
-# kernels are instrumented, since the CPU target itself tells ThreadSanitizer what its
-# primitives order.
-BUILDS := plain asan tsan timers
+# Five builds: plain, which the tests also load as a library and may age; timers, with
+# them compiled in; twin, in which stage 8 reads raw weights; asan, all of it under
+# AddressSanitizer; tsan, in which only the kernels are instrumented, since the CPU target
+# itself tells ThreadSanitizer what its primitives order.
+BUILDS := plain asan tsan timers twin
 CPU_FLAGS_plain := -O2 -fPIC -DAGEING
 CPU_FLAGS_timers := -O2 -DTIMERS
+CPU_FLAGS_twin := -O2 -DTWIN
 CPU_FLAGS_asan  := -O1 -fno-omit-frame-pointer -fsanitize=address -DASAN
 CPU_FLAGS_tsan  := -O1 -fno-omit-frame-pointer -DTSAN
 KERNEL_FLAGS_tsan := -fsanitize=thread
@@ -213,10 +216,10 @@ NVCC = $(eval NVCC := $$(firstword $$(shell command -v nvcc || ls /usr/local/cud
 # The architecture of the device that is here; sm_90a where there is none.
 ARCH = $(eval ARCH := $$(shell cc=$$$$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ' || true); \
     case $$$$cc in (''|*[!0-9]*|90) echo 90a;; (*) echo $$$$cc;; esac))$(ARCH)
-G := build/gpu$(if $(DEBUG),-debug)$(if $(TIMERS),-timers)
+G := build/gpu$(if $(DEBUG),-debug)$(if $(TIMERS),-timers)$(if $(TWIN),-twin)
 GPU_FLAGS = -O3 -std=c++17 -gencode=arch=compute_$(ARCH),code=sm_$(ARCH) -lineinfo \
-    -Werror all-warnings -Xcompiler -fPIC $(if $(DEBUG),-DDEBUG_SPINS) $(if $(TIMERS),-DTIMERS)
-GPU_HOST_FLAGS = -O2 -Xcompiler -std=c11,-Wall,-Wextra,-Werror,-fPIC,-g $(if $(TIMERS),-DTIMERS)
+    -Werror all-warnings -Xcompiler -fPIC $(if $(DEBUG),-DDEBUG_SPINS) $(if $(TIMERS),-DTIMERS) $(if $(TWIN),-DTWIN)
+GPU_HOST_FLAGS = -O2 -Xcompiler -std=c11,-Wall,-Wextra,-Werror,-fPIC,-g $(if $(TIMERS),-DTIMERS) $(if $(TWIN),-DTWIN)
 
 $(G)/flags: FORCE
 	@mkdir -p $(@D); printf '%s\n' '$(NVCC) $(GPU_FLAGS) $(GPU_HOST_FLAGS)' | cmp -s - $@ \
@@ -254,7 +257,7 @@ WHERE = $(eval WHERE := $$(shell \
     elif [ -z '$$(NVCC)' ]; then echo cpu there is a GPU but no nvcc; \
     elif [ '$$(subst a,,$$(ARCH))' -lt 90 ]; then echo nowhere; \
     else echo gpu; fi))$(WHERE)
-DRIVER = $(if $(filter gpu,$(WHERE)),$(G),build/cpu/plain)/$@/driver
+DRIVER = $(if $(filter gpu,$(WHERE)),$(G),build/cpu/$(if $(TWIN),twin,plain))/$@/driver
 
 ALL_STAGES := $(addprefix stage,0 1 2 3 4 5 6 7 8)
 .PHONY: $(ALL_STAGES)
@@ -301,7 +304,7 @@ python=$$($(python_with_a_gpu)); \
 "$$python" measure.py $(1)
 endef
 
-.PHONY: ladder peers plots
+.PHONY: ladder peers plots exponents
 ladder: | $(FIRST)
 	@$(call measure,ladder $(if $(STAGES),--stages '$(STAGES)'),$(or $(STAGES),$(STAGES_HERE)))
 
@@ -312,6 +315,11 @@ peers: | $(FIRST) $(filter ladder,$(MAKECMDGOALS))
 .PHONY: shapes
 shapes: | $(FIRST) $(filter ladder peers,$(MAKECMDGOALS))
 	@$(call measure,shapes $(if $(ONLY),--only '$(ONLY)'),7)
+# WHEEL= a file instead of a download; where neither can be had the network is left out.
+WHEEL :=
+exponents: | $(FIRST)
+	@$(python_is_here)
+	@'$(PYTHON)' plots/exponents.py $(if $(WHEEL),--wheel '$(WHEEL)')
 
 # By ncu, on the drivers of the stages themselves.
 .PHONY: traffic
@@ -335,7 +343,7 @@ timeline: | $(FIRST)
 	for n in $(N); do build/gpu-timers/stage$$n/driver --timeline=data/timeline-$$n.csv; done
 
 plots: | $(filter shapes,$(MAKECMDGOALS))
-plots: | $(FIRST) $(filter ladder peers timeline,$(MAKECMDGOALS))
+plots: | $(FIRST) $(filter ladder peers timeline exponents,$(MAKECMDGOALS))
 	@command -v gnuplot >/dev/null || { echo 'plots: gnuplot is missing; make deps-paper installs it'; exit 1; }
 	@python3 plots/draw.py
 	@python3 plots/tables.py README.md

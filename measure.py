@@ -209,6 +209,12 @@ class Stage(LayerContestant):
         self.x_at = [inputs.xs.data_ptr() + i * row for i in range(STEPS)]
         self.out_at = [self.results.data_ptr() + i * row for i in range(STEPS)]
         self.handles = [self.build(s) for s in range(self.sets)]
+        self.bytes = step_bytes(inputs.shape)
+        if hasattr(self.library, "layer_weight_bytes"):   # it packs its weights
+            self.library.layer_weight_bytes.argtypes = (ctypes.c_void_p,)
+            self.library.layer_weight_bytes.restype = ctypes.c_int64
+            self.bytes += (self.library.layer_weight_bytes(self.handles[0])
+                           - inputs.shape.weight_bytes() - 4 * inputs.shape.d)
 
     def ok(self, status, what):
         if status:
@@ -416,7 +422,8 @@ def measure_ladder(numbers, shape, seed, samples):
                 f"{stage.name}: {counted:g} launches a step, not the {stage.launches} it claims")
         graph = graphs.get(stage.number)
         rows.append(row_of(
-            dict(stage=stage.number), stage.title, times[stage.name], step_bytes(shape), limits,
+            dict(stage=stage.number), stage.title, times[stage.name],
+            getattr(stage, "bytes", None) or step_bytes(shape), limits,
             shape.floor_bytes(STEPS), launches=counted, rel_err=errors[stage.number],
             us_graph_median=statistics.median(times[graph.name]) if graph else None))
         print_row(stage.name, rows[-1])

@@ -865,11 +865,14 @@ class Grading:
         """COMPARED steps beside the eager and the float64 layer, each on its own cache;
         after each, every byte of the submission's cache is accounted for."""
         handle, cache = self.handle()
+        packed = {}
+        if hasattr(self.submission, "bytes_read"):   # one that does not read its weights in bf16
+            packed["weight_bytes_read"] = self.submission.bytes_read(handle)
         eager, _ = self.handle(sys.modules[__name__])
         exact_cache = clone_cache(self.cache)
         exact = ExactLayer(self.weights, exact_cache, self.shape.cfg(), self.shape.max_seq_len)
         expected = clone_cache(self.cache)    # the initial cache with the rows written so far
-        m = dict(compared_errors=[], exact_errors=[], eager_exact_errors=[],
+        m = dict(packed, compared_errors=[], exact_errors=[], eager_exact_errors=[],
                  cache_row_errors=[], k_element_excess=[], other_cache_changes=0, x_changes=0,
                  misshapen_outputs=0, overwritten_outputs=0)
         kept = []                             # each output, and its copy when it was returned
@@ -1108,16 +1111,26 @@ def parse_probe(text):
 
 
 def derive(measured, shape):
-    """Tokens/s and distances from the floor, from what was measured."""
-    size = shape.floor_bytes(TIMED)
+    """Tokens/s and distances from the floor, from what was measured. The copy floor is over
+    the contract's bytes; the read limit over the bytes that a step reads, which are fewer for
+    a submission that packs its weights and says so by bytes_read(handle)."""
+    size = read = shape.floor_bytes(TIMED)
     derived = dict(floor_bytes=size)
+    if measured.get("weight_bytes_read"):
+        read = size - shape.weight_bytes() - 4 * shape.d + measured["weight_bytes_read"]
+        derived["read_bytes"] = read
+        if read < size:
+            derived["fewer_bytes"] = (
+                f"a step reads {read} bytes, {read / size:.3f} of the {size} that the contract's "
+                "formula counts; the copy floor is over the latter, the read limit over the former")
     for name in ("us", "us_rotation"):
         us = measured.get(f"{name}_median")
         if us:
             derived[f"tokens_per_s_{name}"] = 1e6 / us
             for limit in ("copy", "read"):
                 if measured.get(f"{limit}_tbs"):
-                    derived[f"x_{limit}_{name}"] = us / (size / measured[f"{limit}_tbs"] / 1e6)
+                    moved = read if limit == "read" else size
+                    derived[f"x_{limit}_{name}"] = us / (moved / measured[f"{limit}_tbs"] / 1e6)
     if any(derived.get(f"x_read_{name}", 1) < 1 for name in ("us", "us_rotation")):
         derived["suspicious"] = "less time than reading the bytes takes: check the measurement"
     return derived

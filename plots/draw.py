@@ -154,7 +154,20 @@ def timeline(data, escape):
     return files, variables
 
 
-FIGURES = dict(ladder=ladder, roofline=roofline, waterfall=waterfall, timeline=timeline)
+def exponents(data, escape):
+    """place, the share of each kind of weights that was counted."""
+    path = have(data / "exponents.csv")
+    _, rows = tables.read(path, ("place",), needed=("place",))
+    kinds = [column for column in rows[0] if column != "place"]
+    shares = [[tables.number(row[kind], f"{path}, place {row['place']:.0f}, {kind}") for kind in kinds]
+              for row in rows]
+    return {"exponents.dat": lines_of([(f"{row['place']:.0f}", *("NaN" if share is None else share for share in mine))
+                                       for row, mine in zip(rows, shares)])}, \
+        dict(kinds=len(kinds), names=" ".join(kinds))
+
+
+FIGURES = dict(ladder=ladder, roofline=roofline, waterfall=waterfall, timeline=timeline,
+               exponents=exponents)
 
 
 def gnuplot(name, files, variables, paper, folder):

@@ -343,6 +343,22 @@ def test_derived_numbers():
     assert fast["x_read_us"] == pytest.approx(0.75) and "suspicious" in fast
 
 
+def test_a_submission_that_reads_fewer_bytes_is_said_to():
+    shape = ref.Shape()
+    size, read = shape.floor_bytes(32), 1_290_000_000
+    us = 1.1 * (size - shape.weight_bytes() + read) / 4.6 / 1e6
+    measured = dict(us_median=us, copy_tbs=4.2, read_tbs=4.6, weight_bytes_read=read + 4 * shape.d)
+    derived = ref.derive(measured, shape)
+    assert derived["floor_bytes"] == size
+    assert derived["read_bytes"] == size - shape.weight_bytes() + read
+    assert derived["x_read_us"] == pytest.approx(1.1) and "suspicious" not in derived
+    assert derived["x_copy_us"] == pytest.approx(us / (size / 4.2 / 1e6))
+    assert str(size) in derived["fewer_bytes"] and str(derived["read_bytes"]) in derived["fewer_bytes"]
+    assert "suspicious" in ref.derive(dict(measured, us_median=us / 1.2), shape)
+    whole = ref.derive(dict(measured, weight_bytes_read=shape.weight_bytes() + 4 * shape.d), shape)
+    assert "fewer_bytes" not in whole and whole["read_bytes"] == size
+
+
 def test_percentiles_and_probe():
     assert ref.percentile([3, 1, 2], 0.5) == 2 and ref.percentile([5], 0.9) == 5
     assert ref.percentile(list(range(11)), 0.9) == pytest.approx(9)

@@ -5,7 +5,7 @@ import pytest
 import tools
 
 RUNS = [(stage, seed, build) for stage in tools.STAGES for build in ("asan", "tsan")
-        for seed in range(1, 11 if stage in ("stage0", "stage7") or build == "asan" else 5)]
+        for seed in range(1, 11 if stage in ("stage0", "stage7", "stage8") or build == "asan" else 5)]
 # What ThreadSanitizer costs grows with the square of the number of threads: under it the
 # chip has two multiprocessors, and the shapes are smaller than the driver's own two.
 TSAN_SHAPES = (["--d=64", "--ffn=64", "--n-q=2", "--n-kv=1", "--hd=64", "--prefill=20"],
@@ -26,7 +26,7 @@ def test_on_the_cpu(stage, build, seed):
     assert passed(status, output), f"exit status {status}:\n{output}"
 
 
-# What the small shapes above do not reach in stage 7: units of attention with several tiles,
+# What the small shapes above do not reach in stages 7 and 8: units of attention with several tiles,
 # more than eight query heads a KV head, four KV heads.
 STREAM_SHAPES = (["--d=64", "--ffn=64", "--n-q=64", "--n-kv=64", "--hd=64", "--prefill=130"],
                  ["--d=64", "--ffn=128", "--n-q=12", "--n-kv=1", "--hd=64", "--prefill=70"],
@@ -37,18 +37,51 @@ STREAM_SHAPES = (["--d=64", "--ffn=64", "--n-q=64", "--n-kv=64", "--hd=64", "--p
 UNITS = ["--d=64", "--ffn=64", "--n-q=16", "--n-kv=16", "--hd=64", "--prefill=1000"]
 
 
-def test_the_stream_over_many_units():
-    driver = tools.build("build/cpu/asan/stage7/driver")
+STREAMS = [stage for stage in tools.STAGES if stage >= "stage7"]
+
+
+@pytest.mark.parametrize("stage", STREAMS)
+def test_the_stream_over_many_units(stage):
+    driver = tools.build(f"build/cpu/asan/{stage}/driver")
     status, output = tools.run([str(driver), *UNITS], CPU_SEED="1", CPU_SMS="2")
     assert passed(status, output), f"exit status {status}:\n{output}"
 
 
 @pytest.mark.parametrize("build", ["asan", "tsan"])
+@pytest.mark.parametrize("stage", STREAMS)
 @pytest.mark.parametrize("shape", STREAM_SHAPES, ids=lambda s: "".join(s))
-def test_the_stream_in_other_shapes(shape, build):
-    driver = tools.build(f"build/cpu/{build}/stage7/driver")
+def test_the_stream_in_other_shapes(shape, stage, build):
+    driver = tools.build(f"build/cpu/{build}/{stage}/driver")
     status, output = tools.run([str(driver), *shape], CPU_SEED="1", CPU_SMS="2")
     assert passed(status, output), f"exit status {status}:\n{output}"
+
+
+def bits_of(output):
+    return [line for line in output.splitlines() if line.startswith("  bits  ")]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_driver_says_the_bits_of_the_twin(seed):
+    said = []
+    for build in ("plain", "twin"):
+        driver = tools.build(f"build/cpu/{build}/stage8/driver")
+        status, output = tools.run([str(driver), f"--seed={seed}"], CPU_SEED=str(seed), CPU_SMS="3")
+        assert passed(status, output), output
+        said.append((bits_of(output), output.count("exponents ")))
+    (bits, packed), (its, of_twin) = said
+    assert bits == its and len(bits) == len(set(bits)) == 2
+    assert (packed, of_twin) == (14, 0)   # all matrices of two shapes, and none
+
+
+@pytest.mark.gpu
+def test_the_bits_of_the_twin_on_the_gpu():
+    said = []
+    with tools.alone():
+        for twin in ([], ["TWIN=1"]):
+            status, output = tools.make("stage8", *twin, timeout=600)
+            assert passed(status, output), output
+            said.append(bits_of(output))
+    assert said[0] == said[1] and said[0]
 
 
 @pytest.mark.parametrize("stage", tools.STAGES)

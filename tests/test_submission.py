@@ -300,6 +300,11 @@ class Chip:
 
 @pytest.fixture
 def chip(cpu_library, submission, monkeypatch):
+    return pretend(cpu_library, submission, monkeypatch)
+
+
+def pretend(cpu_library, submission, monkeypatch):
+    """A chip that the submission takes for a GPU."""
     chip = Chip(cpu_library)
     for owner, name, value in (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),

@@ -10,7 +10,8 @@ import tables  # noqa: E402
 
 SHAPE = ["--d=192", "--ffn=320", "--n-q=6", "--n-kv=2", "--hd=64", "--prefill=150"]
 PHASES = {"stage6": ["QKV", "attention", "merge", "O", "gate and up", "down"],
-          "stage7": ["QKV", "attention", "O", "gate and up", "down"]}
+          "stage7": ["QKV", "attention", "O", "gate and up", "down"],
+          "stage8": ["QKV", "attention", "O", "gate and up", "down"]}
 SMS = 3
 
 

@@ -61,6 +61,16 @@ static inline uint32_t pack_bf16(float low, float high)
     return f32_to_bf16(low) | (uint32_t)f32_to_bf16(high) << 16;
 }
 
+/* twin: bytes of two words */
+static inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places)
+{
+    uint64_t both = (uint64_t)high << 32 | low;
+    uint32_t word = 0;
+    for (int i = 0; i < 4; i++)
+        word |= (uint32_t)(both >> 8 * (places >> 4 * i & 7) & 0xff) << 8 * i;
+    return word;
+}
+
 /* twin: where a thread is */
 struct cpu_place {
     struct { unsigned x, y, z; } thread, block, threads, blocks;

@@ -343,6 +343,7 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
 }
 
 /* status, teardown, error texts */
+/* the sticky status */
 int layer_status(layer *l)
 {
     uint32_t status;
@@ -366,6 +367,7 @@ int layer_teardown(layer *l)
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 
+/* error texts */
 const char *layer_strerror(int status)
 {
     if (status == LAYER_CUDA_FAILED && cudaPeekAtLastError())

@@ -10,6 +10,7 @@
 #define KV_FLOOR 0.0
 
 /* the driver of a stage */
+/* driver: all but measuring */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
 #include <math.h>
@@ -537,6 +538,16 @@ static void check_all(struct set *s)
     void *mine[] = { h.arena, h.before, h.x, h.out, h.again, h.expected };
     for (size_t i = 0; i < sizeof mine / sizeof *mine; i++) free(mine[i]);
 }
+
+/* driver: the bytes of the weights */
+static int64_t weight_bytes(void)   /* as given, in bf16 */
+{
+    int64_t sum = 0;
+    for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
+    return sum;
+}
+
+/* driver: measuring, and the main program */
 #ifndef CUDA_CPU_TARGET
 /* driver: measure */
 enum { STEPS = 32 };
@@ -717,13 +728,6 @@ static int probe_reads_all(struct set *s, int sms)
 }
 
 /* driver: the report */
-static int64_t weight_bytes(void)
-{
-    int64_t sum = 0;
-    for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
-    return sum;
-}
-
 struct figures {
     struct spread us, again;   /* two runs of the same build: the noise */
     double graph, copy_tbs, read_tbs, bytes, contract_bytes;
@@ -900,8 +904,13 @@ static void write_timeline(const uint64_t *marks, int blocks,
 static double bytes_of(const struct phase *phase)
 {
     double rows = (double)(opt.prefill + 1) / (double)opt.c.max_seq_len, sum = 0;
-    for (int t = phase->first; t <= phase->last; t++)
-        sum += 2 * (double)elements(t) * (t >= K_CACHE ? rows : 1);
+    for (int t = phase->first; t <= phase->last; t++) {
+        double size = 2;
+#ifdef PACKED
+        if (element_size[t]) size = element_size[t];
+#endif
+        sum += size * (double)elements(t) * (t >= K_CACHE ? rows : 1);
+    }
     return sum;
 }
 
@@ -954,7 +963,13 @@ static void run_shape(const struct cudaDeviceProp *p)
     cuda(cudaMalloc(&x_device, (size_t)c->d * 2), "memory for x");
     cuda(cudaMalloc(&out_device, (size_t)c->d * 2), "memory for the result");
     draw_set(&sets[0], opt.seed);
+#ifdef PACKED
+    print_packing(&sets[0]);
+#endif
     if (!opt.probe && !opt.quick && !opt.timeline) check_all(&sets[0]);
+#ifdef PACKED
+    if (!opt.probe && !opt.timeline) print_digest(&sets[0]);
+#endif
 #ifdef TIMERS
     if (opt.timeline) record_timeline(sets, p);
 #endif
@@ -966,6 +981,9 @@ static void run_shape(const struct cudaDeviceProp *p)
         cuda(cudaEventCreate(&begin), "event");
         cuda(cudaEventCreate(&end), "event");
         count_bytes(&f);
+        #ifdef PACKED
+        f.bytes += (double)(layer_weight_bytes(sets[0].l) - weight_bytes());
+        #endif
         prepare_samples(sets);
         f.copy_tbs = copy_bandwidth();
         f.read_tbs = read_bandwidth(sets, p->multiProcessorCount);

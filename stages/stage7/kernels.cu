@@ -348,14 +348,16 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
 
 enum {
-    MAX_WARPS = 7,      /* consumer warps, and slots, at most */
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
-    TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
@@ -562,6 +564,7 @@ DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
 }
 
 /* stream: the producer */
+/* stream: what the producer remembers */
 struct producer {
     uint64_t policy;
     int w;               /* the next slot */
@@ -595,6 +598,7 @@ DEVICE void copy(const struct layer_args *a, struct shared *s, const struct prod
 struct rows { const uint16_t *low, *high; int count; };   /* count of each */
 
 /* stream: the rows of a chunk */
+/* stream: the pairs that a chunk has */
 DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t total)
 {
     int64_t left = total - (int64_t)c * a->g.pairs[phase];
@@ -646,6 +650,7 @@ DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
     }
 }
 
+/* stream: the width of a piece */
 DEVICE int64_t piece_width(const struct layer_args *a, int piece)
 {
     int64_t left = a->ffn - (int64_t)piece * a->g.piece;
@@ -695,6 +700,7 @@ DEVICE int produce_unit(const struct layer_args *a, struct shared *s,
     return vector + vector_of_tile(end - start - 1) + 1;
 }
 
+/* stream: produce all of it, in order */
 DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     struct producer p = { evict_first(), 0, ~0u };   /* every first wait passes */
@@ -1050,6 +1056,7 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
         multiply_run(c[0], r);
     }
     /* add up the diagonal */
+    /* what a lane has of the diagonal */
     int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
     struct pair sum = { 0, 0 };
     for (int u = 0; u < 2 * RUNS; u++) {
@@ -1058,6 +1065,7 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
         sum.high += g % 2 ? part[3] : part[2];
     }
     if (!here) sum.low = sum.high = 0;
+    /* add up the lanes */
     for (int m = 16; m; m /= 2) {
         sum.low += shfl_xor_f32(sum.low, m);
         sum.high += shfl_xor_f32(sum.high, m);
@@ -1317,6 +1325,7 @@ APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos
     }
 }
 
+/* stream: a consumer's life */
 DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, int w)
 {
     uint32_t chunks = 0;   /* finished and not yet counted */

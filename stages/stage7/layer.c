@@ -14,14 +14,16 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
 
 enum {
-    MAX_WARPS = 7,      /* consumer warps, and slots, at most */
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
-    TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
@@ -151,6 +153,7 @@ static void cut(struct geometry *g, const layer_config *c)
         g->pairs[p] = pairs_of(32768, columns[p], p == QKV ? c->hd / 2 : 4);
         g->slot_bytes = larger(g->slot_bytes, 4 * g->pairs[p] * columns[p]);
     }
+    /* count the chunks of each product */
     g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
     g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
     g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
@@ -158,10 +161,9 @@ static void cut(struct geometry *g, const layer_config *c)
 }
 
 /* stream: see whether the layer fits */
-static int fit(layer *l)
+static int share_out(layer *l)   /* the shared memory of a block */
 {
     struct layer_args *a = &l->args;
-    cut(&a->g, &l->c);
     /* stream: as many slots as fit */
     int most, resident;
     const void *kernel = (const void *)whole_layer;
@@ -184,6 +186,12 @@ static int fit(layer *l)
         return refused(LAYER_BAD_DEVICE, "a block of %u threads and %zu bytes of shared "
                        "memory does not fit on a multiprocessor", l->threads, l->shared);
     return LAYER_OK;
+}
+
+static int fit(layer *l)
+{
+    cut(&l->args.g, &l->c);
+    return share_out(l);
 }
 
 /* stream: divide the scratch memory */
@@ -407,6 +415,7 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
 }
 
 /* status, teardown, error texts */
+/* the sticky status */
 int layer_status(layer *l)
 {
     uint32_t status;
@@ -430,6 +439,7 @@ int layer_teardown(layer *l)
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 
+/* error texts */
 const char *layer_strerror(int status)
 {
     if (status == LAYER_CUDA_FAILED && cudaPeekAtLastError())

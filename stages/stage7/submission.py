@@ -29,6 +29,8 @@ import weakref
 import torch
 
 # submission: the sources
+STAGE = 7
+
 KERNELS_CU = r"""
 
 /* stage 7: the kernel file */
@@ -380,14 +382,16 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
 
 enum {
-    MAX_WARPS = 7,      /* consumer warps, and slots, at most */
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
-    TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
@@ -594,6 +598,7 @@ DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
 }
 
 /* stream: the producer */
+/* stream: what the producer remembers */
 struct producer {
     uint64_t policy;
     int w;               /* the next slot */
@@ -627,6 +632,7 @@ DEVICE void copy(const struct layer_args *a, struct shared *s, const struct prod
 struct rows { const uint16_t *low, *high; int count; };   /* count of each */
 
 /* stream: the rows of a chunk */
+/* stream: the pairs that a chunk has */
 DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t total)
 {
     int64_t left = total - (int64_t)c * a->g.pairs[phase];
@@ -678,6 +684,7 @@ DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
     }
 }
 
+/* stream: the width of a piece */
 DEVICE int64_t piece_width(const struct layer_args *a, int piece)
 {
     int64_t left = a->ffn - (int64_t)piece * a->g.piece;
@@ -727,6 +734,7 @@ DEVICE int produce_unit(const struct layer_args *a, struct shared *s,
     return vector + vector_of_tile(end - start - 1) + 1;
 }
 
+/* stream: produce all of it, in order */
 DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     struct producer p = { evict_first(), 0, ~0u };   /* every first wait passes */
@@ -1082,6 +1090,7 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
         multiply_run(c[0], r);
     }
     /* add up the diagonal */
+    /* what a lane has of the diagonal */
     int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
     struct pair sum = { 0, 0 };
     for (int u = 0; u < 2 * RUNS; u++) {
@@ -1090,6 +1099,7 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
         sum.high += g % 2 ? part[3] : part[2];
     }
     if (!here) sum.low = sum.high = 0;
+    /* add up the lanes */
     for (int m = 16; m; m /= 2) {
         sum.low += shfl_xor_f32(sum.low, m);
         sum.high += shfl_xor_f32(sum.high, m);
@@ -1349,6 +1359,7 @@ APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos
     }
 }
 
+/* stream: a consumer's life */
 DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, int w)
 {
     uint32_t chunks = 0;   /* finished and not yet counted */
@@ -1506,14 +1517,16 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
 
 enum {
-    MAX_WARPS = 7,      /* consumer warps, and slots, at most */
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
-    TILE_KEYS = 64,     /* keys of a tile */
     UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
@@ -1643,6 +1656,7 @@ static void cut(struct geometry *g, const layer_config *c)
         g->pairs[p] = pairs_of(32768, columns[p], p == QKV ? c->hd / 2 : 4);
         g->slot_bytes = larger(g->slot_bytes, 4 * g->pairs[p] * columns[p]);
     }
+    /* count the chunks of each product */
     g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
     g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
     g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
@@ -1650,10 +1664,9 @@ static void cut(struct geometry *g, const layer_config *c)
 }
 
 /* stream: see whether the layer fits */
-static int fit(layer *l)
+static int share_out(layer *l)   /* the shared memory of a block */
 {
     struct layer_args *a = &l->args;
-    cut(&a->g, &l->c);
     /* stream: as many slots as fit */
     int most, resident;
     const void *kernel = (const void *)whole_layer;
@@ -1676,6 +1689,12 @@ static int fit(layer *l)
         return refused(LAYER_BAD_DEVICE, "a block of %u threads and %zu bytes of shared "
                        "memory does not fit on a multiprocessor", l->threads, l->shared);
     return LAYER_OK;
+}
+
+static int fit(layer *l)
+{
+    cut(&l->args.g, &l->c);
+    return share_out(l);
 }
 
 /* stream: divide the scratch memory */
@@ -1899,6 +1918,7 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
 }
 
 /* status, teardown, error texts */
+/* the sticky status */
 int layer_status(layer *l)
 {
     uint32_t status;
@@ -1922,6 +1942,7 @@ int layer_teardown(layer *l)
     return bad ? LAYER_CUDA_FAILED : LAYER_OK;
 }
 
+/* error texts */
 const char *layer_strerror(int status)
 {
     if (status == LAYER_CUDA_FAILED && cudaPeekAtLastError())
@@ -2168,7 +2189,8 @@ def library(arch):
     return check_private(path)
 
 def compile_to(path, arch, nvcc):
-    print(f"stage 7: compiling for sm_{arch}, once, to {str(path)!r}", file=sys.stderr)
+    print(f"stage {STAGE}: compiling for sm_{arch}, once, to {str(path)!r}",
+          file=sys.stderr)
     command = [nvcc, *FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}",
                "-o", "layer.so", *(name for name in SOURCES if not name.endswith(".h"))]
     with tempfile.TemporaryDirectory(prefix="new.", dir=path.parent) as folder:
@@ -2213,8 +2235,8 @@ LAYER_BAD_SHAPE, LAYER_BAD_DEVICE = 3, 5   # as in layer.h
 def explain(lib, status):
     nvcc, driver = find_nvcc(), getattr(torch._C, "_cuda_getDriverVersion", int)()
     compiler = version_of(nvcc).splitlines()[-1] if nvcc else "none"
-    return (f"stage 7: {lib.layer_strerror(status).decode()} (the driver is for CUDA "
-            f"{driver // 1000}.{driver % 1000 // 10}, the compiler: {compiler})")
+    return (f"stage {STAGE}: {lib.layer_strerror(status).decode()} (the driver is for "
+            f"CUDA {driver // 1000}.{driver % 1000 // 10}, the compiler: {compiler})")
 
 SOURCES["record.c"] = r"""
 #include "layer.h"

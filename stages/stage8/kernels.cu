@@ -1,0 +1,1857 @@
+/* stages/stage8/kernels.cu: tangled from layer.nw; change it there. */
+/* stage 8: the kernel file */
+/* Stage 8: stage 7 over weights that are packed, without loss, into 12 bits. */
+#include <stdint.h>
+#include <math.h>
+#ifdef __CUDACC__
+/* device: common */
+#include <stdint.h>
+#include <stddef.h>
+#include <string.h>
+#define DEVICE __device__ __forceinline__
+#define APART static __device__ __noinline__   // with registers of its own
+#define KERNEL extern "C" __global__ void
+#define THREADS(n) __launch_bounds__(n, 1)
+#define IN_PLACE __grid_constant__   // an argument that is never copied
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(n) PRAGMA(unroll n)
+#define CPU_KERNEL(name, argument)
+
+/* device: sixteen bytes, and the bits of a float */
+typedef struct bits128 {
+    uint32_t v[4];
+} __attribute__((aligned(16))) bits128;
+
+DEVICE uint32_t f32_bits(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+DEVICE float bits_f32(uint32_t bits)
+{
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+/* device: bfloat16 */
+DEVICE float bf16_to_f32(uint16_t h)
+{
+    return bits_f32((uint32_t)h << 16);
+}
+DEVICE uint16_t f32_to_bf16(float f)
+{
+    uint32_t bits = f32_bits(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+DEVICE char *shared_memory(void)
+{
+    extern __shared__ __align__(1024) char dynamic_shared[];
+    return dynamic_shared;
+}
+DEVICE uint32_t shared_address(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* PTX: pairs of bfloat16 */
+DEVICE uint32_t pack_bf16(float low, float high)
+{
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+/* PTX: warps */
+DEVICE float shfl_xor_f32(float x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+DEVICE uint32_t shfl_xor_u32(uint32_t x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+
+DEVICE float shfl_f32(float x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+DEVICE uint32_t shfl_u32(uint32_t x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+
+DEVICE uint32_t ballot(int predicate)
+{
+    return __ballot_sync(0xffffffffu, predicate);
+}
+
+/* PTX: named barriers */
+DEVICE void named_barrier_sync(int id, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void named_barrier_arrive(int id, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* PTX: atomics */
+DEVICE uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+DEVICE uint32_t atomic_add_release(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+/* PTX: loads and stores with an order */
+DEVICE uint32_t load_relaxed(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                 : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE uint32_t load_acquire(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+DEVICE void store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE void store_release(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE void fence_gpu(void)
+{
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+/* PTX: wait until a counter has come far enough */
+#ifdef DEBUG_SPINS
+/* PTX: spins that end */
+#ifndef SPIN_LIMIT
+#define SPIN_LIMIT 2000000000ull // ns
+#include <stdio.h>
+DEVICE uint64_t spin_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __noinline__ void spin_failed(const char *what, const void *p,
+                                                uint32_t wanted, uint32_t found)
+{
+    printf("block %u thread %u waits for %s at %p: wanted %u, found %u\n",
+           blockIdx.x, threadIdx.x, what, p, wanted, found);
+    asm volatile("trap;");
+}
+#endif
+#endif
+DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
+{
+#ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+#endif
+    while ((int32_t)(load_acquire(p) - v) < 0) {
+#ifdef DEBUG_SPINS
+        if (spin_ns() - start > SPIN_LIMIT)
+            spin_failed("a counter", p, v, load_acquire(p));
+#endif
+    }
+}
+
+/* PTX: counters within a block */
+DEVICE void publish_in_block(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;"
+                 ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+DEVICE void add_in_block(uint32_t *p, uint32_t v)
+{
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;"
+                 ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+DEVICE void wait_in_block(const uint32_t *p, uint32_t v)
+{
+    uint32_t seen;
+    /* PTX: start the clock of a bounded spin */
+    #ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+    #endif
+    do {
+        asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+                     : "=r"(seen) : "r"(shared_address(p)) : "memory");
+        /* PTX: give up a spin that takes too long */
+        #ifdef DEBUG_SPINS
+        if ((int32_t)(seen - v) < 0 && spin_ns() - start > SPIN_LIMIT)
+            spin_failed("a counter of the block", p, v, seen);
+        #endif
+    } while ((int32_t)(seen - v) < 0);
+}
+
+/* PTX: mbarriers */
+#ifdef DEBUG_SPINS
+/* PTX: spins that end */
+#ifndef SPIN_LIMIT
+#define SPIN_LIMIT 2000000000ull // ns
+#include <stdio.h>
+DEVICE uint64_t spin_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __noinline__ void spin_failed(const char *what, const void *p,
+                                                uint32_t wanted, uint32_t found)
+{
+    printf("block %u thread %u waits for %s at %p: wanted %u, found %u\n",
+           blockIdx.x, threadIdx.x, what, p, wanted, found);
+    asm volatile("trap;");
+}
+#endif
+#endif
+DEVICE void mbarrier_init(uint64_t *b, uint32_t count)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 ::"r"(shared_address(b)), "r"(count) : "memory");
+}
+DEVICE void mbarrier_init_fence(void)
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+DEVICE void mbarrier_arrive(uint64_t *b)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+                 ::"r"(shared_address(b)) : "memory");
+}
+
+/* PTX: announce bytes, wait for a phase */
+DEVICE void mbarrier_expect(uint64_t *b, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+
+DEVICE uint32_t mbarrier_try(uint64_t *b, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n\t.reg .pred p;\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, p;\n\t}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+    return done;
+}
+
+/* PTX: wait for a phase */
+DEVICE void mbarrier_wait(uint64_t *b, uint32_t parity)
+{
+#ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+#endif
+    while (!mbarrier_try(b, parity)) {
+#ifdef DEBUG_SPINS
+        if (spin_ns() - start > SPIN_LIMIT)
+            spin_failed("an mbarrier's parity", b, parity, parity ^ 1u);
+#endif
+    }
+}
+
+/* PTX: bulk copies */
+DEVICE uint64_t evict_first(void)
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;"
+                 : "=l"(policy));
+    return policy;
+}
+
+DEVICE void bulk_load(void *shared, const void *global, uint32_t bytes,
+                      uint64_t *b, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
+                 "r"(shared_address(b)), "l"(policy) : "memory");
+}
+
+DEVICE void proxy_fence(void)
+{
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+/* PTX: tensor cores */
+DEVICE void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2])
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* PTX: loads */
+DEVICE bits128 load_stream(const void *p)
+{
+    bits128 x;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
+                 : "l"(p));
+    return x;
+}
+
+DEVICE bits128 load_16(const void *p)
+{
+    uint4 u = *(const uint4 *)p;
+    bits128 x = {{u.x, u.y, u.z, u.w}};
+    return x;
+}
+
+/* PTX: bytes of two words */
+DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places)
+{
+    return __byte_perm(low, high, places);   /* a hex digit a byte: 0-3 low, 4-7 high */
+}
+#else
+#include "device.h"
+#endif
+
+/* packed: what the kernels are given */
+/* a position, given or to be found on the device */
+struct position {
+    const int64_t *at;   /* device memory, or null */
+    int64_t given;       /* the position when at is null */
+    int64_t rows;        /* of the cache: valid positions are below */
+};
+
+/* packed: how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 48 };   /* keys of a tile */
+
+/* the phases of the stream */
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
+
+enum {
+    LOADER_WARPS = 8,   /* one for each head of a tile */
+    LOADERS = 32 * LOADER_WARPS,
+    UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
+    HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    PARTS = 16,         /* pieces of down at most */
+    LINE = 32,          /* counters are this many words apart: 128 bytes */
+};
+
+/* how the layer is cut into chunks */
+struct geometry {
+    int64_t slot_bytes, vector_bytes;
+    int32_t warps;             /* consumers, each with a slot */
+    int32_t pairs[PHASES];     /* rows pairs of a chunk, at most; a power of two */
+    int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
+    int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
+    int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
+    int32_t max_units;         /* splits of a group at most, at any length */
+};
+
+/* packed: a matrix as the stream reads it */
+enum { W_Q, W_K, W_V, W_O, W_GATE, W_UP, W_DOWN, MATRICES };   /* as in layer.h */
+
+struct matrix {
+    const char *at;        /* its first row; packed: of its first piece */
+    const uint32_t *more;  /* exceptions that do not fit behind their rows */
+    int64_t stride;        /* bytes from row to row, where they are not packed */
+    int32_t packed;        /* 1: rows of 12 bits a weight, end to end */
+    int32_t extra;         /* bytes of a packed row behind its weights */
+    int32_t base;          /* lowest exponent of the window; 0: no window */
+    float scale;           /* of the sums of a row: 2^(base - LOWEST) */
+};
+
+struct layer_args {
+    /* the tensors of a layer, as kernels see them */
+    const uint16_t *x;                 /* [d] */
+    const uint16_t *in_norm, *post_norm;  /* [d] */
+    const uint16_t *q;                 /* [n_q * hd][d] */
+    const uint16_t *k, *v;             /* [n_kv * hd][d] */
+    const uint16_t *o;                 /* [d][n_q * hd] */
+    const uint16_t *gate, *up;         /* [ffn][d] */
+    const uint16_t *down;              /* [d][ffn] */
+    uint16_t *k_cache, *v_cache;       /* [n_kv][pos.rows][hd] */
+    uint16_t *x_out;                   /* [d] */
+    const double *turn;                /* [hd / 2]: RoPE angle per position */
+    uint32_t *status;
+    struct position pos;
+    int64_t d, ffn;
+    int32_t n_q, n_kv, hd;
+    float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
+    struct matrix m[MATRICES];
+    struct geometry g;
+    /* scratch memory between the phases */
+    float *roped_q;            /* [n_q * hd] */
+    float *unit_sum;           /* [groups][max_units][HEADS][hd]: sums of p V */
+    float *unit_max;           /* [groups][max_units][HEADS]: largest score */
+    float *unit_weight;        /* [groups][max_units][HEADS]: sum of p */
+    float *attended;           /* [n_q * hd] */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *act;                /* [ffn]: silu(gate) * up */
+    float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
+    /* counters between the blocks */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
+    uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
+    uint32_t *units_done;      /* [groups] * LINE: units of this step */
+    uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
+    /* timers: the marks */
+    #ifdef TIMERS
+    uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
+    #endif
+};
+
+/* packed: what the kernels that pack are given */
+struct pack_args {
+    const uint16_t *from;   /* weight i of row r is from[r * stride + i] */
+    uint16_t *out;          /* likewise, where to unpack to; null: compare with from */
+    char *packed;           /* the rows, end to end */
+    uint32_t *more, *used;  /* exceptions without room in their rows; how many */
+    uint32_t *exponents;    /* [256]: how many weights have each */
+    uint32_t *wrong;        /* eights that came back different */
+    int64_t rows, stride;
+    int32_t n, base, extra;
+};
+
+/* timers: mark a moment */
+#ifdef TIMERS
+/* timers: write a mark */
+#ifdef __CUDACC__
+/* PTX: timers */
+DEVICE uint64_t device_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+#endif
+enum { MARKED_WARPS = 32 };   /* of a block, at most */
+enum when { START, END };
+
+DEVICE void mark(uint64_t *marks, int when, int phase)
+{
+    int64_t warp = (int64_t)blockIdx.x * MARKED_WARPS + threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) marks[(warp * PHASES + phase) * 2 + when] = device_ns();
+}
+#define MARK(a, when, phase) mark((a)->marks, when, phase)
+#else
+#define MARK(a, when, phase) ((void)0)
+#endif
+#define TIMED(a, phase, work) \
+    do { MARK(a, START, phase); work; MARK(a, END, phase); } while (0)
+
+/* a position that is valid, or -1 */
+DEVICE int64_t position(struct position p)
+{
+    int64_t pos = p.at ? *p.at : p.given;
+    return pos >= 0 && pos < p.rows ? pos : -1;
+}
+
+/* stream: shared memory */
+struct tag {
+    int32_t phase, part;   /* part: the unit of ATTEND, the piece of GATE_UP and DOWN */
+    int32_t item;          /* the tile within the unit, or the chunk */
+    int32_t vector;        /* the vector of this block that it needs */
+    int32_t last;          /* of this warp in this phase and piece */
+};
+
+struct shared {
+    uint64_t full[MAX_WARPS], empty[MAX_WARPS];   /* mbarriers of the slots */
+    uint64_t tiles[UNIT_TILES];    /* mbarriers: the tile in this place is summed */
+    struct tag tag[MAX_WARPS];     /* what each slot holds */
+    uint32_t vectors;              /* vectors put in place so far */
+    uint32_t gated;                /* chunks of gate and up that are multiplied */
+    float scale;                   /* of the vector in place */
+    uint32_t arrived;              /* one loader tells the others */
+    float sums[LOADER_WARPS];
+    float tile_max[UNIT_TILES][HEADS], tile_weight[UNIT_TILES][HEADS];
+};
+enum { SHARED_BYTES = 1024 };      /* struct shared, then the vector, then the slots */
+
+DEVICE struct shared *block_state(void)
+{
+    return (struct shared *)shared_memory();
+}
+
+DEVICE char *vector_area(void) { return shared_memory() + SHARED_BYTES; }
+
+DEVICE char *slot(const struct layer_args *a, int w)
+{
+    return vector_area() + a->g.vector_bytes + w * a->g.slot_bytes;
+}
+
+DEVICE float *tile_sums(const struct layer_args *a, int tile)   /* [HEADS][hd] */
+{
+    return (float *)vector_area() + tile * HEADS * a->hd;
+}
+
+DEVICE uint16_t *unit_queries(const struct layer_args *a)  /* hi, lo: [HEADS][hd] */
+{
+    return (uint16_t *)tile_sums(a, UNIT_TILES);
+}
+
+/* stream: who does what */
+DEVICE int first_chunk(const struct layer_args *a, int phase)   /* of this block */
+{
+    int before = 0, blocks = (int)gridDim.x;
+    for (int p = QKV; p < phase; p++) before += p == ATTEND ? 0 : a->g.chunks[p];
+    return (int)(blockIdx.x + blocks - before % blocks) % blocks;
+}
+
+struct span { int units, tiles; };    /* of each group, at this position */
+
+DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
+{
+    struct span n;
+    n.tiles = (int)(pos / TILE_KEYS) + 1;
+    n.units = n.tiles < a->g.max_units ? n.tiles : a->g.max_units;
+    return n;
+}
+
+DEVICE int first_tile(struct span n, int unit)   /* unit may be n.units: the end */
+{
+    return (int)((int64_t)n.tiles * unit / n.units);
+}
+
+DEVICE int units_of_block(const struct layer_args *a, struct span n)
+{
+    int units = n.units * a->g.groups, b = (int)blockIdx.x;
+    return b < units ? (units - b - 1) / (int)gridDim.x + 1 : 0;
+}
+
+struct share { int team, teams, first_piece; };   /* no team: first_piece = pieces */
+
+DEVICE struct share share_of_down(const struct layer_args *a)
+{
+    int blocks = (int)gridDim.x, b = (int)blockIdx.x, pieces = a->g.pieces;
+    struct share s = { 0, 1, b };
+    if (blocks < pieces) return s;
+    s.teams = blocks / pieces;
+    s.team = b / pieces;
+    s.first_piece = s.team < s.teams ? b % pieces : pieces;
+    return s;
+}
+
+DEVICE int vector_of_tile(int item)   /* after the queries of its unit */
+{
+    return item < UNIT_TILES ? 0 : item - UNIT_TILES + 1;
+}
+
+DEVICE int chunks_of_block(const struct layer_args *a, int phase)
+{
+    int left = a->g.chunks[phase] - first_chunk(a, phase), step = (int)gridDim.x;
+    return left > 0 ? (left - 1) / step + 1 : 0;
+}
+
+/* stream: small helpers */
+DEVICE int lane_id(void) { return (int)threadIdx.x % 32; }
+
+DEVICE int loader_thread(const struct layer_args *a)
+{
+    return (int)threadIdx.x - 32 * a->g.warps;
+}
+
+DEVICE float base_of(float max)   /* what scores are reduced by; see below */
+{
+    return max == -INFINITY ? 0 : max;
+}
+
+DEVICE void loaders_meet(void) { named_barrier_sync(1, LOADERS); }
+
+DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
+{
+    return a->done + (phase * PARTS + part) * LINE;
+}
+
+/* stream: the diagonal product */
+DEVICE void multiply_16_bytes(float c[4], bits128 low, bits128 high, bits128 x)
+{
+    uint32_t a0[4] = { low.v[0], high.v[0], low.v[1], high.v[1] };
+    uint32_t a1[4] = { low.v[2], high.v[2], low.v[3], high.v[3] };
+    mma_bf16(c, a0, x.v);
+    mma_bf16(c, a1, x.v + 2);
+}
+
+struct pair { float low, high; };
+enum { RUN = 256, RUNS = 2 };   /* elements of a run; runs of a step */
+struct run { bits128 low, high, hi, lo; };
+
+DEVICE struct run read_run(const uint16_t *low, const uint16_t *high,
+                           const uint16_t *hi, int n, int i)
+{
+    struct run r;
+    r.low = *(const bits128 *)(low + i);
+    r.high = *(const bits128 *)(high + i);
+    r.hi = *(const bits128 *)(hi + i);
+    r.lo = *(const bits128 *)(hi + n + i);
+    return r;
+}
+
+DEVICE void multiply_run(float c[2][4], struct run r)
+{
+    multiply_16_bytes(c[0], r.low, r.high, r.hi);
+    multiply_16_bytes(c[1], r.low, r.high, r.lo);
+}
+
+DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t *hi,
+                       int n)
+{
+    float c[RUNS][2][4] = {{{ 0 }}};
+    int i = lane_id() * 8, whole = n / (RUN * RUNS) * (RUN * RUNS);
+    if (whole) {
+        struct run now[RUNS], next[RUNS];
+        for (int u = 0; u < RUNS; u++) now[u] = read_run(low, high, hi, n, i + RUN * u);
+        UNROLL(1)
+        for (int k = RUN * RUNS; k < whole; k += RUN * RUNS) {
+            for (int u = 0; u < RUNS; u++)
+                next[u] = read_run(low, high, hi, n, i + k + RUN * u);
+            for (int u = 0; u < RUNS; u++) multiply_run(c[u], now[u]), now[u] = next[u];
+        }
+        for (int u = 0; u < RUNS; u++) multiply_run(c[u], now[u]);
+    }
+    /* multiply what is left of the rows */
+    UNROLL(1)
+    for (int k = whole; k < n; k += RUN) {
+        struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
+        if (i + k < n) r = read_run(low, high, hi, n, i + k);
+        multiply_run(c[0], r);
+    }
+    /* add up the diagonal */
+    /* what a lane has of the diagonal */
+    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
+    struct pair sum = { 0, 0 };
+    for (int u = 0; u < 2 * RUNS; u++) {
+        const float *part = c[u / 2][u % 2];
+        sum.low += g % 2 ? part[1] : part[0];
+        sum.high += g % 2 ? part[3] : part[2];
+    }
+    if (!here) sum.low = sum.high = 0;
+    /* add up the lanes */
+    for (int m = 16; m; m /= 2) {
+        sum.low += shfl_xor_f32(sum.low, m);
+        sum.high += shfl_xor_f32(sum.high, m);
+    }
+    return sum;
+}
+
+/* packed: eight weights */
+enum { WINDOW = 16, LOWEST = 112 };   /* exponents: how many, and the first */
+
+DEVICE uint32_t upper_bytes(uint32_t tops)
+{
+    return (tops & 0x87878787u) | 0x38383838u;
+}
+
+DEVICE bits128 unpack(uint32_t first_bottoms, uint32_t second_bottoms, uint32_t tops)
+{
+    uint32_t first = upper_bytes(tops), second = upper_bytes(tops << 4 | tops >> 28);
+    bits128 w;
+    w.v[0] = pick_bytes(first_bottoms, first, 0x5140);
+    w.v[1] = pick_bytes(first_bottoms, first, 0x7362);
+    w.v[2] = pick_bytes(second_bottoms, second, 0x5140);
+    w.v[3] = pick_bytes(second_bottoms, second, 0x7362);
+    return w;
+}
+
+enum { STAND_IN = LOWEST << 7 };   /* 2^-15, as bf16 */
+
+DEVICE int outside(uint32_t w, int base)   /* of the window */
+{
+    return (w >> 7 & 0xffu) - (uint32_t)base >= (uint32_t)WINDOW;
+}
+
+DEVICE uint32_t into_window(uint32_t w, int base)
+{
+    uint32_t up = (uint32_t)(LOWEST - base) << 7;
+    return outside(w, base) ? STAND_IN : (w + up) & 0xffffu;
+}
+
+DEVICE uint32_t half_of(bits128 w, int i) { return w.v[i / 2] >> i % 2 * 16 & 0xffffu; }
+
+DEVICE uint32_t exceptions_in(bits128 w, int base)   /* a bit for each of the eight */
+{
+    uint32_t found = 0;
+    for (int i = 0; i < 8; i++) found |= (uint32_t)outside(half_of(w, i), base) << i;
+    return found;
+}
+
+/* packed: a row and its exceptions */
+struct row { const char *at; const struct matrix *m; int n; };   /* in shared memory */
+struct exceptions { float products, inputs; };   /* sums over them: of w x, and of x */
+
+DEVICE void add_exception(struct exceptions *e, uint32_t weight, int column,
+                          const uint16_t *hi, int n)
+{
+    float x = bf16_to_f32(hi[column]) + bf16_to_f32(hi[n + column]);
+    e->products = fmaf(bf16_to_f32((uint16_t)weight), x, e->products);
+    e->inputs += x;
+}
+
+DEVICE float corrected(float sum, struct exceptions e, float scale)
+{
+    float stand_in = bf16_to_f32(STAND_IN);
+    return fmaf(fmaf(-stand_in, e.inputs, sum), scale, e.products);
+}
+
+/* packed: what the consumers read */
+enum { STEP = RUN * RUNS };   /* columns that a warp does at once */
+struct bits64 { uint32_t v[2]; } __attribute__((aligned(8)));
+
+DEVICE int place_of(int c, int n)   /* of column c, among the eights as stored */
+{
+    int step = c / STEP * STEP, within = c - step;
+    if (step + STEP > n) return c / 8;
+    return step / 8 + within % RUN / 8 * RUNS + within / RUN;
+}
+#ifndef TWIN
+/* packed: sixteen weights of a row */
+struct sixteen { bits128 bottoms; struct bits64 tops; };
+
+DEVICE struct sixteen read_sixteen(struct row r, int k)   /* of the step from k on */
+{
+    struct sixteen s;
+    s.bottoms = *(const bits128 *)(r.at + k + 16 * lane_id());
+    s.tops = *(const struct bits64 *)(r.at + r.n + k / 2 + 8 * lane_id());
+    return s;
+}
+
+DEVICE bits128 eight_of(struct sixteen s, int u)   /* those of run u */
+{
+    return unpack(s.bottoms.v[2 * u], s.bottoms.v[2 * u + 1], s.tops.v[u]);
+}
+
+DEVICE bits128 eight_at(struct row r, int column)   /* of the eight from there on */
+{
+    int i = place_of(column, r.n);
+    struct bits64 bottoms = *(const struct bits64 *)(r.at + 8 * i);
+    return unpack(bottoms.v[0], bottoms.v[1], *(const uint32_t *)(r.at + r.n + 4 * i));
+}
+
+/* packed: the exceptions of a row */
+DEVICE struct exceptions exceptions_of(struct row r, const uint16_t *hi)
+{
+    const uint32_t *list = (const uint32_t *)(r.at + r.n / 2 * 3);
+    uint32_t count = list[0], room = (uint32_t)r.m->extra / 4 - 2;
+    struct exceptions e = { 0, 0 };
+    UNROLL(1)
+    for (uint32_t i = (uint32_t)lane_id(); i < count; i += 32) {
+        uint32_t one = i < room ? list[2 + i] : r.m->more[list[1] + i - room];
+        add_exception(&e, one, (int)(one >> 16), hi, r.n);
+    }
+    return e;
+}
+#else
+/* twin: sixteen weights of a row */
+struct sixteen { bits128 w[RUNS]; };   /* in the window already */
+
+DEVICE bits128 eight_in_window(struct row r, int column)
+{
+    bits128 w = *(const bits128 *)(r.at + 2 * column);
+    for (int i = 0; i < 4; i++)
+        w.v[i] = into_window(w.v[i] & 0xffffu, r.m->base)
+               | into_window(w.v[i] >> 16, r.m->base) << 16;
+    return w;
+}
+
+DEVICE struct sixteen read_sixteen(struct row r, int k)
+{
+    struct sixteen s;
+    for (int u = 0; u < RUNS; u++)
+        s.w[u] = eight_in_window(r, k + RUN * u + 8 * lane_id());
+    return s;
+}
+
+DEVICE bits128 eight_of(struct sixteen s, int u) { return s.w[u]; }
+
+DEVICE bits128 eight_at(struct row r, int column) { return eight_in_window(r, column); }
+
+/* twin: the exceptions of a row */
+DEVICE struct exceptions exceptions_of(struct row r, const uint16_t *hi)
+{
+    const uint16_t *weights = (const uint16_t *)r.at;
+    struct exceptions e = { 0, 0 };
+    int found = 0;
+    for (int column = 0; column < r.n; column++) {
+        uint32_t w = weights[column];
+        if (!outside(w, r.m->base)) continue;
+        if (found++ % 32 == lane_id()) add_exception(&e, w, column, hi, r.n);
+    }
+    return e;
+}
+#endif
+
+/* packed: the producer */
+/* stream: what the producer remembers */
+struct producer {
+    uint64_t policy;
+    int w;               /* the next slot */
+    uint32_t parities;   /* of each slot's empty barrier, a bit each */
+};
+
+/* stream: offer a slot, and move on */
+DEVICE void offer(struct shared *s, const struct producer *p, struct tag tag,
+                  uint32_t bytes)
+{
+    mbarrier_wait(s->empty + p->w, p->parities >> p->w & 1);
+    s->tag[p->w] = tag;
+    mbarrier_expect(s->full + p->w, bytes);
+}
+
+DEVICE void next_slot(const struct layer_args *a, struct producer *p, int used)
+{
+    p->parities ^= (uint32_t)used << p->w;
+    if (++p->w == a->g.warps) p->w = 0;
+}
+
+/* stream: copy rows into a slot */
+DEVICE void copy(const struct layer_args *a, struct shared *s, const struct producer *p,
+                 int64_t to, const uint16_t *from, int64_t elements)
+{
+    bulk_load(slot(a, p->w) + to, from, (uint32_t)(2 * elements), s->full + p->w,
+              p->policy);
+}
+
+/* packed: the rows of a chunk */
+/* stream: the pairs that a chunk has */
+DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t total)
+{
+    int64_t left = total - (int64_t)c * a->g.pairs[phase];
+    return (int)(left < a->g.pairs[phase] ? left : a->g.pairs[phase]);
+}
+
+/* stream: the width of a piece */
+DEVICE int64_t piece_width(const struct layer_args *a, int piece)
+{
+    int64_t left = a->ffn - (int64_t)piece * a->g.piece;
+    return left < a->g.piece ? left : a->g.piece;
+}
+
+DEVICE int columns_of(const struct layer_args *a, int phase, int piece)
+{
+    if (phase == DOWN) return (int)piece_width(a, piece);
+    return phase == OUT ? a->n_q * a->hd : (int)a->d;
+}
+
+DEVICE int row_bytes(const struct matrix *m, int n)
+{
+    return m->packed ? n / 2 * 3 + m->extra : 2 * n;
+}
+
+struct rows { int low, high, count; int64_t first_low, first_high; };  /* of matrices */
+
+DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
+{
+    int64_t first = (int64_t)c * a->g.pairs[phase];
+    if (phase == QKV) {
+        int half = a->hd / 2, bits = half == 64 ? 6 : 5;   /* half is 64 or 32 */
+        int head = (int)first >> bits, k = head - a->n_q, v = k - a->n_kv;
+        int W = k < 0 ? W_Q : v < 0 ? W_K : W_V;
+        int row = (k < 0 ? head : v < 0 ? k : v) * a->hd + ((int)first & (half - 1));
+        struct rows r = { W, W, a->g.pairs[QKV], row, row + half };
+        return r;
+    }
+    if (phase == GATE_UP) {
+        struct rows r = { W_GATE, W_UP, pairs_left(a, phase, c, a->ffn), first, first };
+        return r;
+    }
+    int W = phase == OUT ? W_O : W_DOWN, count = pairs_left(a, phase, c, a->d / 2);
+    struct rows r = { W, W, count, first, first + a->d / 2 };
+    return r;
+}
+
+/* packed: copy the rows of a chunk */
+struct side { const char *at; int64_t stride; int bytes; };   /* packed: stride 0 */
+
+DEVICE struct side side_of(const struct layer_args *a, int matrix, int n, int piece)
+{
+    const struct matrix *m = a->m + matrix;
+    struct side s = { m->at, m->packed ? 0 : m->stride, row_bytes(m, n) };
+    s.at += m->packed ? piece * a->d * row_bytes(m, a->g.piece)
+                      : 2 * (int64_t)piece * a->g.piece;
+    return s;
+}
+
+DEVICE void copy_rows(const struct layer_args *a, struct shared *s,
+                      const struct producer *p, int64_t to, struct side side,
+                      int64_t row, int count)
+{
+    int64_t half = side.bytes / 2;   /* copy() counts in bf16 */
+    if (!side.stride)
+        copy(a, s, p, to, (const uint16_t *)(side.at + row * side.bytes), count * half);
+    UNROLL(1)
+    for (int i = 0; i < count && side.stride; i++)
+        copy(a, s, p, to + i * side.bytes,
+             (const uint16_t *)(side.at + (row + i) * side.stride), half);
+}
+
+DEVICE void send(const struct layer_args *a, struct shared *s, struct producer *p,
+                 struct tag tag, struct rows r, struct side low, struct side high)
+{
+    int bytes = r.count * low.bytes;
+    offer(s, p, tag, (uint32_t)(bytes + r.count * high.bytes));
+    copy_rows(a, s, p, 0, low, r.first_low, r.count);
+    copy_rows(a, s, p, bytes, high, r.first_high, r.count);
+    next_slot(a, p, 1);
+}
+
+/* packed: produce a product */
+DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
+                         struct producer *p, int phase, int vector)
+{
+    int chunks = a->g.chunks[phase], step = (int)gridDim.x, part = 0;
+    int part_chunks = phase == GATE_UP ? a->g.piece / a->g.pairs[GATE_UP] : chunks;
+    int n = columns_of(a, phase, 0), first = first_chunk(a, phase);
+    struct side low = { 0, 0, 0 }, high = { 0, 0, 0 };
+    for (int c = first; c < chunks; c += step) {
+        struct rows r = rows_of(a, phase, c);
+        if (c == first || phase == QKV)
+            low = side_of(a, r.low, n, 0), high = side_of(a, r.high, n, 0);
+        while (c >= (part + 1) * part_chunks) part++;   /* of down, that it feeds */
+        int next = c + a->g.warps * step, last = next >= chunks;
+        struct tag tag = { phase, part, c, vector, last };
+        if (next >= (part + 1) * part_chunks) tag.last = 1;
+        send(a, s, p, tag, r, low, high);
+    }
+}
+
+DEVICE void produce_down(const struct layer_args *a, struct shared *s,
+                         struct producer *p, int piece, int vector)
+{
+    struct share share = share_of_down(a);
+    int n = columns_of(a, DOWN, piece);
+    struct side side = side_of(a, W_DOWN, n, piece);
+    while (p->w) next_slot(a, p, 0);   /* each of a row's pieces to the same warp */
+    for (int c = share.team; c < a->g.chunks[DOWN]; c += share.teams) {
+        int last = c + a->g.warps * share.teams >= a->g.chunks[DOWN];
+        struct tag tag = { DOWN, piece, c, vector, last };
+        send(a, s, p, tag, rows_of(a, DOWN, c), side, side);
+    }
+}
+
+/* stream: produce a unit of attention */
+DEVICE int produce_unit(const struct layer_args *a, struct shared *s,
+                        struct producer *p, struct span n, int64_t pos, int unit,
+                        int vector)   /* returns the next one */
+{
+    int group = unit % a->g.groups, kv = group / a->g.octets;
+    int split = unit / a->g.groups, start = first_tile(n, split);
+    int end = first_tile(n, split + 1);
+    for (int t = start; t < end; t++) {
+        int64_t first = (int64_t)t * TILE_KEYS, old = pos - first;
+        if (old > TILE_KEYS) old = TILE_KEYS;
+        int64_t at = (kv * a->pos.rows + first) * a->hd;
+        struct tag tag = { ATTEND, unit, t - start, vector + vector_of_tile(t - start),
+                           0 };
+        offer(s, p, tag, (uint32_t)(4 * old * a->hd));
+        if (old) {
+            copy(a, s, p, 0, a->k_cache + at, old * a->hd);
+            copy(a, s, p, 2 * TILE_KEYS * a->hd, a->v_cache + at, old * a->hd);
+        }
+        next_slot(a, p, 1);
+    }
+    return vector + vector_of_tile(end - start - 1) + 1;
+}
+
+/* stream: produce all of it, in order */
+DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
+{
+    struct producer p = { evict_first(), 0, ~0u };   /* every first wait passes */
+    struct span n = span_at(a, pos);
+    int vector = 0, units = units_of_block(a, n);
+    for (int phase = QKV; phase < DOWN; phase++)
+        if (phase != ATTEND) produce_rows(a, s, &p, phase, vector++);
+        else for (int u = 0; u < units; u++)
+            vector = produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x),
+                                  vector);
+    for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
+         piece += (int)gridDim.x)
+        produce_down(a, s, &p, piece, vector++);
+    for (int w = 0; w < a->g.warps; w++) {
+        struct tag end = { THE_END, 0, 0, 0, 0 };
+        offer(s, &p, end, 0);
+        next_slot(a, &p, 1);
+    }
+}
+
+/* stream: the loaders */
+/* stream: count what is done, and wait for it */
+DEVICE void wait_for_phase(const struct layer_args *a, int phase, int part,
+                           uint32_t launch, int each)
+{
+    if (loader_thread(a) == 0)
+        wait_at_least(counter(a, phase, part), (launch + 1) * (uint32_t)each);
+    loaders_meet();
+}
+
+DEVICE void publish(const struct layer_args *a, struct shared *s, uint32_t vector)
+{
+    loaders_meet();
+    if (loader_thread(a) == 0) publish_in_block(&s->vectors, vector);
+}
+
+/* stream: put a vector in place */
+struct eight { float v[8]; };
+
+DEVICE void split(const struct eight *x, uint16_t *hi, uint16_t *lo)
+{
+    bits128 h, l;
+    for (int i = 0; i < 4; i++) {
+        float a = x->v[2 * i], b = x->v[2 * i + 1];
+        h.v[i] = pack_bf16(a, b);
+        l.v[i] = pack_bf16(a - bits_f32(h.v[i] << 16),
+                           b - bits_f32(h.v[i] & 0xffff0000u));
+    }
+    *(bits128 *)hi = h;
+    *(bits128 *)lo = l;
+}
+
+/* stream: read eight numbers */
+DEVICE struct eight eight_bf16(bits128 b)
+{
+    struct eight x;
+    for (int i = 0; i < 4; i++) {
+        x.v[2 * i] = bits_f32(b.v[i] << 16);
+        x.v[2 * i + 1] = bits_f32(b.v[i] & 0xffff0000u);
+    }
+    return x;
+}
+
+DEVICE struct eight eight_f32(bits128 low, bits128 high)
+{
+    struct eight x;
+    for (int i = 0; i < 4; i++) {
+        x.v[i] = bits_f32(low.v[i]);
+        x.v[4 + i] = bits_f32(high.v[i]);
+    }
+    return x;
+}
+
+DEVICE float weigh(struct eight *x, bits128 weight, float squares)
+{
+    struct eight w = eight_bf16(weight);
+    for (int i = 0; i < 8; i++) {
+        squares = fmaf(x->v[i], x->v[i], squares);
+        x->v[i] *= w.v[i];
+    }
+    return squares;
+}
+
+enum { IN_FLIGHT = 4 };   /* eights that a loader has in flight */
+
+APART void put_vector(const struct layer_args *a, struct shared *s, const float *f,
+                      const uint16_t *b, const uint16_t *weight, int64_t n)
+{
+    uint16_t *hi = (uint16_t *)vector_area(), *lo = hi + n;
+    float squares = 0;
+    UNROLL(1)
+    for (int64_t i = loader_thread(a) * 8; i - loader_thread(a) * 8 < n;
+         i += 8 * LOADERS * IN_FLIGHT) {
+        bits128 x[IN_FLIGHT][2], w[IN_FLIGHT];   /* as read: float or bf16; bf16 */
+        /* fetch the eights and their weights */
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            int64_t j = i + 8 * LOADERS * u;
+            if (j >= n) break;
+            x[u][0] = load_16(f ? (const void *)(f + j) : b + j);
+            if (f) x[u][1] = load_16(f + j + 4);
+            if (weight) w[u] = load_16(weight + j);
+        }
+        if (b && i < 8 * LOADERS) {
+            __syncwarp();
+            named_barrier_arrive(2, LOADERS + 32);
+        }
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            int64_t j = i + 8 * LOADERS * u;
+            struct eight e = f ? eight_f32(x[u][0], x[u][1]) : eight_bf16(x[u][0]);
+            if (j >= n) break;
+            if (weight) squares = weigh(&e, w[u], squares);
+            split(&e, hi + j, lo + j);
+        }
+    }
+    if (!weight && loader_thread(a) == 0) s->scale = 1;
+    if (weight) {
+        /* add up the squares and set the scale */
+        for (int m = 16; m; m /= 2) squares += shfl_xor_f32(squares, m);
+        if (lane_id() == 0) s->sums[loader_thread(a) / 32] = squares;
+        loaders_meet();
+        squares = 0;
+        for (int i = 0; i < LOADER_WARPS; i++) squares += s->sums[i];
+        if (loader_thread(a) == 0) s->scale = rsqrtf(squares / (float)n + a->eps);
+    }
+}
+
+/* stream: attend a unit */
+/* stream: put the queries of a unit in place */
+DEVICE int heads_of(const struct layer_args *a, int group, int *first)
+{
+    int rep = a->n_q / a->n_kv, octet = group % a->g.octets;
+    *first = group / a->g.octets * rep + octet * HEADS;
+    return rep - octet * HEADS < HEADS ? rep - octet * HEADS : HEADS;
+}
+
+DEVICE void put_queries(const struct layer_args *a, int group)
+{
+    uint16_t *hi = unit_queries(a), *lo = hi + HEADS * a->hd;
+    int first, heads = heads_of(a, group, &first);
+    for (int i = loader_thread(a) * 8; i < HEADS * a->hd; i += 8 * LOADERS) {
+        struct eight q = {{ 0 }};
+        const float *from = a->roped_q + first * a->hd + i;
+        if (i < heads * a->hd) q = eight_f32(load_16(from), load_16(from + 4));
+        for (int j = 0; j < 8; j++) q.v[j] *= a->score_scale;
+        split(&q, hi + i, lo + i);
+    }
+}
+
+/* stream: wait for some tiles */
+DEVICE void wait_for_tiles(struct shared *s, int first, int count, uint32_t *parities)
+{
+    UNROLL(1)
+    for (int i = first; i < first + count; i++) {
+        mbarrier_wait(s->tiles + i, *parities >> i & 1);
+        *parities ^= 1u << i;
+    }
+}
+
+/* stream: merge the tiles of a unit */
+struct merged { float max, weight, sum[4]; };
+
+DEVICE void merge(struct merged *m, float max, float weight, bits128 sum)
+{
+    float larger = fmaxf(m->max, max), base = base_of(larger);
+    float e = expf(m->max - base), f = expf(max - base);
+    m->weight = e * m->weight + f * weight;
+    for (int j = 0; j < 4; j++) m->sum[j] = e * m->sum[j] + f * bits_f32(sum.v[j]);
+    m->max = larger;
+}
+
+DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, struct merged *m,
+                        int first, int count)
+{
+    int head = loader_thread(a) / 32, i = lane_id() * 4;
+    if (i >= a->hd) return;
+    UNROLL(1)
+    for (int t = first; t < first + count; t++)
+        merge(m, s->tile_max[t][head], s->tile_weight[t][head],
+              *(const bits128 *)(tile_sums(a, t) + head * a->hd + i));
+}
+
+DEVICE void store_unit(const struct layer_args *a, const struct merged *m, int group,
+                       int split)
+{
+    int head = loader_thread(a) / 32, i = lane_id() * 4;
+    int64_t at = ((int64_t)group * a->g.max_units + split) * HEADS + head;
+    if (i >= a->hd) return;
+    for (int j = 0; j < 4; j++) a->unit_sum[at * a->hd + i + j] = m->sum[j];
+    if (i == 0) a->unit_max[at] = m->max, a->unit_weight[at] = m->weight;
+}
+
+/* stream: merge the units of a group */
+enum { FETCH = 6 };   /* units in flight */
+
+/* stream: fetch some units and merge them */
+DEVICE void merge_some(const struct layer_args *a, struct merged *m, int64_t first,
+                       int left, int head, int i)
+{
+    int k = lane_id(), mine = k < left && k < FETCH;
+    bits128 sum[FETCH];
+    float max = mine ? a->unit_max[(first + k) * HEADS + head] : -INFINITY;
+    float weight = mine ? a->unit_weight[(first + k) * HEADS + head] : 0;
+    const float *from = a->unit_sum + (first * HEADS + head) * a->hd + i;
+    UNROLL(6)
+    for (int u = 0; u < FETCH; u++)
+        if (u < left && i < a->hd) sum[u] = load_16(from + u * HEADS * a->hd);
+    /* scale what was merged before, and this lane's unit, to the larger maximum */
+    float larger = fmaxf(m->max, max);
+    for (int s = 16; s; s /= 2) larger = fmaxf(larger, shfl_xor_f32(larger, s));
+    float base = base_of(larger);
+    float e = mine ? expf(max - base) : 0, old = expf(m->max - base);
+    m->max = larger, m->weight *= old;
+    for (int j = 0; j < 4; j++) m->sum[j] *= old;
+    UNROLL(6)
+    for (int u = 0; u < FETCH; u++) {
+        float f = shfl_f32(e, u);
+        m->weight = fmaf(f, shfl_f32(weight, u), m->weight);
+        for (int j = 0; j < 4 && u < left; j++)
+            m->sum[j] = fmaf(f, bits_f32(sum[u].v[j]), m->sum[j]);
+    }
+}
+
+DEVICE void merge_units(const struct layer_args *a, struct span n, int group)
+{
+    int first, heads = heads_of(a, group, &first), head = loader_thread(a) / 32;
+    int i = lane_id() * 4;
+    if (head < heads) {
+        struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
+        UNROLL(1)
+        for (int u = 0; u < n.units; u += FETCH)
+            merge_some(a, &m, group * a->g.max_units + u, n.units - u, head, i);
+        for (int j = 0; j < 4 && i < a->hd; j++)
+            a->attended[(first + head) * a->hd + i + j] = m.sum[j] / m.weight;
+    }
+    loaders_meet();
+    if (loader_thread(a) == 0) atomic_add_release(counter(a, ATTEND, 0), 1);
+}
+
+DEVICE uint32_t attend_unit(const struct layer_args *a, struct shared *s, struct span n,
+                            int unit, uint32_t *parities, uint32_t vector)
+{                                        /* returns the last vector that it published */
+    int group = unit % a->g.groups, split = unit / a->g.groups, t = loader_thread(a);
+    int tiles = first_tile(n, split + 1) - first_tile(n, split);
+    int step = tiles > UNIT_TILES ? 1 : tiles;
+    struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
+    put_queries(a, group);
+    publish(a, s, ++vector);
+    UNROLL(1)
+    for (int i = 0; i < tiles; i += step) {
+        wait_for_tiles(s, i % UNIT_TILES, step, parities);
+        merge_tiles(a, s, &m, i % UNIT_TILES, step);
+        if (i + UNIT_TILES < tiles) publish(a, s, ++vector);
+    }
+    store_unit(a, &m, group, split);
+    /* tell the others that the unit is done */
+    loaders_meet();
+    if (t == 0) {
+        s->arrived = atomic_add_acq_rel(a->units_done + group * LINE, 1);
+        if (s->arrived + 1 == (uint32_t)n.units)
+            store_relaxed(a->units_done + group * LINE, 0);   /* for the next step */
+    }
+    loaders_meet();
+    if (s->arrived + 1 == (uint32_t)n.units) merge_units(a, n, group);
+    loaders_meet();
+    return vector;
+}
+
+APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t pos)
+{
+    uint32_t launch = a->launches[blockIdx.x];
+    uint32_t vector = 0, parities = 0;   /* of the places of tiles, a bit each */
+    struct span n = span_at(a, pos);
+    int t = loader_thread(a);
+    put_vector(a, s, 0, a->x, a->in_norm, a->d);
+    publish(a, s, ++vector);
+    if (units_of_block(a, n)) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);
+    for (int u = (int)blockIdx.x; u < n.units * a->g.groups; u += (int)gridDim.x)
+        vector = attend_unit(a, s, n, u, &parities, vector);
+    wait_for_phase(a, ATTEND, 0, launch, a->g.groups);
+    put_vector(a, s, a->attended, 0, 0, (int64_t)a->n_q * a->hd);
+    publish(a, s, ++vector);
+    wait_for_phase(a, OUT, 0, launch, a->g.chunks[OUT]);
+    put_vector(a, s, a->x1, 0, a->post_norm, a->d);
+    publish(a, s, ++vector);
+    /* put the pieces of the gated vector in place */
+    int before = -1;
+    for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
+         piece += (int)gridDim.x) {
+        int rows = (int)piece_width(a, piece) / a->g.pairs[GATE_UP];
+        wait_for_phase(a, GATE_UP, piece, launch, rows);
+        if (t == 0) wait_in_block(&s->gated, (uint32_t)chunks_of_block(a, GATE_UP));
+        if (before >= 0) wait_for_phase(a, DOWN, before, launch, a->g.chunks[DOWN]);
+        loaders_meet();
+        put_vector(a, s, a->act + (int64_t)piece * a->g.piece, 0, 0, piece_width(a, piece));
+        publish(a, s, ++vector);
+        before = piece;
+    }
+    if (t == 0) a->launches[blockIdx.x] = launch + 1;
+}
+
+/* packed: the consumers */
+/* packed: the diagonal product */
+struct step { struct sixteen low, high; };
+
+DEVICE struct step read_step(struct row low, struct row high, int k)
+{
+    struct step s = { read_sixteen(low, k), read_sixteen(high, k) };
+    return s;
+}
+
+DEVICE void multiply_step(float c[RUNS][2][4], struct step s, const uint16_t *x, int n)
+{
+    struct run r[RUNS];
+    for (int u = 0; u < RUNS; u++) {
+        r[u].hi = *(const bits128 *)(x + RUN * u);
+        r[u].lo = *(const bits128 *)(x + RUN * u + n);
+    }
+    for (int u = 0; u < RUNS; u++) {
+        r[u].low = eight_of(s.low, u), r[u].high = eight_of(s.high, u);
+        multiply_run(c[u], r[u]);
+    }
+}
+
+DEVICE struct pair packed_dot(struct row low, struct row high, const uint16_t *hi)
+{
+    float c[RUNS][2][4] = {{{ 0 }}};
+    int n = low.n, whole = n / STEP * STEP;
+    if (whole) {
+        const uint16_t *x = hi + 8 * lane_id();
+        struct step now = read_step(low, high, 0);
+        UNROLL(1)
+        for (int k = STEP; k < whole; k += STEP, x += STEP) {
+            struct step next = read_step(low, high, k);
+            multiply_step(c, now, x, n);
+            now = next;
+        }
+        multiply_step(c, now, x, n);
+    }
+    /* packed: multiply what is left of the rows */
+    UNROLL(1)
+    for (int k = whole; k < n; k += RUN) {
+        struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
+        int i = k + 8 * lane_id();
+        if (i < n) {
+            r.low = eight_at(low, i), r.high = eight_at(high, i);
+            r.hi = *(const bits128 *)(hi + i), r.lo = *(const bits128 *)(hi + n + i);
+        }
+        multiply_run(c[0], r);
+    }
+    /* what a lane has of the diagonal */
+    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
+    struct pair sum = { 0, 0 };
+    for (int u = 0; u < 2 * RUNS; u++) {
+        const float *part = c[u / 2][u % 2];
+        sum.low += g % 2 ? part[1] : part[0];
+        sum.high += g % 2 ? part[3] : part[2];
+    }
+    if (!here) sum.low = sum.high = 0;
+    sum.low = corrected(sum.low, exceptions_of(low, hi), low.m->scale);
+    sum.high = corrected(sum.high, exceptions_of(high, hi), high.m->scale);
+    /* add up the lanes */
+    for (int m = 16; m; m /= 2) {
+        sum.low += shfl_xor_f32(sum.low, m);
+        sum.high += shfl_xor_f32(sum.high, m);
+    }
+    return sum;
+}
+
+DEVICE bits128 any_eight(struct row r, int column)
+{
+    return r.m->base ? eight_at(r, column) : *(const bits128 *)(r.at + 2 * column);
+}
+
+APART struct pair mixed_dot(const char *at_low, const char *at_high,
+                            const struct matrix *m_low, const struct matrix *m_high,
+                            const uint16_t *hi, int n)
+{
+    struct row low = { at_low, m_low, n }, high = { at_high, m_high, n };
+    float c[RUNS][2][4] = {{{ 0 }}};
+    UNROLL(1)
+    for (int k = 0; k < n; k += RUN) {
+        struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
+        int i = k + 8 * lane_id(), odd = k < n / STEP * STEP && k / RUN % RUNS;
+        if (i < n) {
+            r.low = any_eight(low, i), r.high = any_eight(high, i);
+            r.hi = *(const bits128 *)(hi + i), r.lo = *(const bits128 *)(hi + n + i);
+        }
+        if (odd) multiply_run(c[1], r);
+        else multiply_run(c[0], r);
+    }
+    /* what a lane has of the diagonal */
+    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
+    struct pair sum = { 0, 0 };
+    for (int u = 0; u < 2 * RUNS; u++) {
+        const float *part = c[u / 2][u % 2];
+        sum.low += g % 2 ? part[1] : part[0];
+        sum.high += g % 2 ? part[3] : part[2];
+    }
+    if (!here) sum.low = sum.high = 0;
+    if (m_low->base) sum.low = corrected(sum.low, exceptions_of(low, hi), m_low->scale);
+    if (m_high->base)
+        sum.high = corrected(sum.high, exceptions_of(high, hi), m_high->scale);
+    /* add up the lanes */
+    for (int m = 16; m; m /= 2) {
+        sum.low += shfl_xor_f32(sum.low, m);
+        sum.high += shfl_xor_f32(sum.high, m);
+    }
+    return sum;
+}
+
+/* stream: what becomes of a sum */
+DEVICE int pairs_in(const struct layer_args *a, int phase, int c)
+{
+    if (phase == QKV) return a->g.pairs[QKV];
+    return pairs_left(a, phase, c, phase == GATE_UP ? a->ffn : a->d / 2);
+}
+
+DEVICE void store_x1(const struct layer_args *a, int64_t i, struct pair y)
+{
+    int64_t j = i + a->d / 2;
+    a->x1[i] = bf16_to_f32(a->x[i]) + y.low;
+    a->x1[j] = bf16_to_f32(a->x[j]) + y.high;
+}
+
+DEVICE void store_act(const struct layer_args *a, int64_t i, struct pair y)
+{
+    a->act[i] = y.low / (1 + expf(-y.low)) * y.high;   /* gate, up */
+}
+
+DEVICE void store_piece(const struct layer_args *a, int piece, int64_t i, struct pair y)
+{
+    a->piece_sum[piece * a->d + i] = y.low;
+    a->piece_sum[piece * a->d + i + a->d / 2] = y.high;
+}
+
+/* RoPE of one pair */
+DEVICE void rotate(float *low, float *high, int64_t pos, double turn)
+{
+    double turns = (double)pos * turn * 0.15915494309189533577;   /* 1 / 2 pi */
+    float x = (float)(2 * (turns - rint(turns)));                 /* within -1 .. 1 */
+    float c = cospif(x), s = sinpif(x), a = *low, b = *high;
+    *low = a * c - b * s;
+    *high = b * c + a * s;
+}
+
+DEVICE void store_qkv(const struct layer_args *a, int64_t pos, int64_t pair,
+                      struct pair y)
+{
+    int half = a->hd / 2, head = (int)(pair / half), i = (int)(pair % half);
+    int is_q = head < a->n_q, is_v = head >= a->n_q + a->n_kv;
+    if (!is_v) rotate(&y.low, &y.high, pos, a->turn[i]);
+    if (is_q) {
+        a->roped_q[head * a->hd + i] = y.low;
+        a->roped_q[head * a->hd + i + half] = y.high;
+        return;
+    }
+    uint16_t *cache = is_v ? a->v_cache : a->k_cache;
+    int64_t at = ((head - a->n_q) % a->n_kv * a->pos.rows + pos) * a->hd + i;
+    cache[at] = f32_to_bf16(y.low);
+    cache[at + half] = f32_to_bf16(y.high);
+}
+
+/* stream: add up the pieces */
+DEVICE void add_pieces(const struct layer_args *a, int64_t row)
+{
+    float sum = a->x1[row];
+    UNROLL(4)
+    for (int p = 0; p < a->g.pieces; p++) sum += a->piece_sum[p * a->d + row];
+    a->x_out[row] = f32_to_bf16(sum);
+}
+
+DEVICE void finish_down(const struct layer_args *a, struct tag tag, int w)
+{
+    struct share share = share_of_down(a);
+    uint32_t before = 0, *count = a->pieces_done + share.team * MAX_WARPS + w;
+    if (lane_id() == 0) before = atomic_add_acq_rel(count, 1);
+    before = shfl_u32(before, 0);
+    if (before + 1 != (uint32_t)a->g.pieces) return;
+    if (lane_id() == 0) store_relaxed(count, 0);   /* for the next step */
+    __syncwarp();
+    int step = share.teams * a->g.warps, first = tag.item % step;
+    int pairs = a->g.pairs[DOWN], chunks = (a->g.chunks[DOWN] - first - 1) / step + 1;
+    UNROLL(1)
+    for (int i = lane_id(); i < chunks * pairs; i += 32) {
+        int64_t row = (int64_t)(first + i / pairs * step) * pairs + i % pairs;
+        if (row >= a->d / 2) continue;
+        add_pieces(a, row);
+        add_pieces(a, row + a->d / 2);
+    }
+}
+
+/* packed: multiply the rows of a chunk */
+DEVICE void multiply_chunk(const struct layer_args *a, struct shared *s, int64_t pos,
+                           int w, struct tag tag)
+{
+    const uint16_t *vector = (const uint16_t *)vector_area();
+    struct rows r = rows_of(a, tag.phase, tag.item);
+    int count = r.count, n = columns_of(a, tag.phase, tag.part);
+    struct row low = { slot(a, w), a->m + r.low, n }, high = { 0, a->m + r.high, n };
+    int low_bytes = row_bytes(low.m, n), high_bytes = row_bytes(high.m, n);
+    high.at = low.at + count * low_bytes;
+    struct pair mine = { 0, 0 };
+    UNROLL(1)
+    for (int i = 0; i < count; i++) {
+        struct pair sum = low.m->base && high.m->base ? packed_dot(low, high, vector)
+            : mixed_dot(low.at, high.at, low.m, high.m, vector, n);
+        if (lane_id() == i) mine = sum;
+        low.at += low_bytes, high.at += high_bytes;
+    }
+    mine.low *= s->scale, mine.high *= s->scale;
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(s->empty + w);
+    /* store the sums */
+    if (lane_id() < count) {
+        int64_t i = (int64_t)tag.item * a->g.pairs[tag.phase] + lane_id();
+        if (tag.phase == QKV) store_qkv(a, pos, i, mine);
+        else if (tag.phase == OUT) store_x1(a, i, mine);
+        else if (tag.phase == GATE_UP) store_act(a, i, mine);
+        else store_piece(a, tag.part, i, mine);
+    }
+    __syncwarp();
+}
+
+/* stream: attend a tile */
+/* stream: fetch the row that is being written */
+DEVICE void fetch_row(const struct layer_args *a, uint16_t *K, uint16_t *V, int kv,
+                      int64_t pos, int row)
+{
+    int i = lane_id() % 16 * 8;
+    const uint16_t *cache = lane_id() < 16 ? a->k_cache : a->v_cache;
+    uint16_t *to = lane_id() < 16 ? K : V;
+    if (i < a->hd)
+        *(bits128 *)(to + row * a->hd + i)
+            = load_16(cache + (kv * a->pos.rows + pos) * a->hd + i);
+    __syncwarp();
+}
+
+/* stream: the softmax of a tile */
+enum { SIXTEENS = TILE_KEYS / 16, P_ROW = TILE_KEYS + 8 };
+
+DEVICE void put_weight(uint16_t *p, float e)   /* hi, and lo behind all the hi */
+{
+    uint16_t hi = f32_to_bf16(e);
+    p[0] = hi;
+    p[HEADS * P_ROW] = f32_to_bf16(e - bf16_to_f32(hi));
+}
+
+DEVICE void soften(struct shared *s, float score[SIXTEENS][4], uint16_t *p, int tile)
+{
+    int g = lane_id() / 4, t = lane_id() % 4;
+    for (int j = 0; j < 2; j++) {
+        float max = -INFINITY, sum = 0;
+        for (int m = 0; m < SIXTEENS; m++)
+            max = fmaxf(max, fmaxf(score[m][j], score[m][2 + j]));
+        for (int m = 4; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+        float base = base_of(max);
+        for (int m = 0; m < SIXTEENS; m++) {
+            float e = expf(score[m][j] - base), f = expf(score[m][2 + j] - base);
+            put_weight(p + (2 * t + j) * P_ROW + 16 * m + g, e);
+            put_weight(p + (2 * t + j) * P_ROW + 16 * m + g + 8, f);
+            sum += e + f;
+        }
+        for (int m = 4; m < 32; m *= 2) sum += shfl_xor_f32(sum, m);
+        if (g) continue;
+        s->tile_max[tile][2 * t + j] = max;
+        s->tile_weight[tile][2 * t + j] = sum;
+    }
+}
+
+/* stream: score a tile */
+DEVICE float add_low(float hi, float lo)   /* a score that has overflowed stays so */
+{
+    return fabsf(hi) == INFINITY ? hi : hi + lo;
+}
+
+DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K,
+                       int keys, int tile)
+{
+    int g = lane_id() / 4, t = lane_id() % 4;
+    const uint16_t *hi = unit_queries(a) + g * a->hd, *lo = hi + HEADS * a->hd;
+    float score[SIXTEENS][4], c[SIXTEENS][2][4] = {{{ 0 }}};
+    UNROLL(1)
+    for (int i = 8 * t; i < a->hd; i += 32) {
+        bits128 q = *(const bits128 *)(hi + i), r = *(const bits128 *)(lo + i);
+        for (int m = 0; m < SIXTEENS; m++) {
+            /* multiply sixteen keys by the queries */
+            const uint16_t *key = K + (16 * m + g) * a->hd + i;
+            bits128 x = *(const bits128 *)key, y = *(const bits128 *)(key + 8 * a->hd);
+            multiply_16_bytes(c[m][0], x, y, q);
+            multiply_16_bytes(c[m][1], x, y, r);
+        }
+    }
+    for (int m = 0; m < SIXTEENS; m++)
+        for (int i = 0; i < 4; i++) {
+            float sum = add_low(c[m][0][i], c[m][1][i]);
+            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? sum : -INFINITY;
+        }
+    __syncwarp();
+    soften(s, score, K, tile);
+    __syncwarp();
+}
+
+/* stream: sum a tile */
+DEVICE uint32_t two_values(const uint16_t *V, int hd, int key, int keys, int i)
+{
+    return key < keys ? *(const uint32_t *)(V + key * hd + i) : 0;
+}
+
+DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+
+DEVICE uint32_t high_halves(uint32_t a, uint32_t b)
+{
+    return a >> 16 | (b & 0xffff0000u);
+}
+
+DEVICE void sum_tile(const struct layer_args *a, const uint16_t *p, const uint16_t *V,
+                     int keys, int tile)
+{
+    int g = lane_id() / 4, t = lane_id() % 4, hd = a->hd;
+    uint32_t weight[SIXTEENS][2][4] = {{{ 0 }}};   /* hi, lo; rows 8 to 15 are zero */
+    for (int m = 0; m < SIXTEENS; m++)
+        for (int i = 0; i < 4; i++)
+            weight[m][i % 2][i / 2 * 2] = *(const uint32_t *)(
+                p + (i % 2 * HEADS + g) * P_ROW + 16 * m + 2 * t + i / 2 * 8);
+    UNROLL(1)
+    for (int i = 0; i < hd; i += 16) {
+        float c[2][2][4] = {{{ 0 }}};              /* even, odd; hi, lo */
+        for (int m = 0; m < SIXTEENS; m++) {
+            /* multiply the weights by the values of sixteen keys */
+            uint32_t v[4];
+            for (int j = 0; j < 4; j++)
+                v[j] = two_values(V, hd, 16 * m + 2 * t + j % 2 + j / 2 * 8, keys, i + 2 * g);
+            uint32_t even[2] = { low_halves(v[0], v[1]), low_halves(v[2], v[3]) };
+            uint32_t odd[2] = { high_halves(v[0], v[1]), high_halves(v[2], v[3]) };
+            for (int j = 0; j < 2; j++) {
+                mma_bf16(c[0][j], weight[m][j], even);
+                mma_bf16(c[1][j], weight[m][j], odd);
+            }
+        }
+        float *out = tile_sums(a, tile) + g * hd + i + 4 * t;
+        for (int j = 0; j < 4; j++) out[j] = c[j % 2][0][j / 2] + c[j % 2][1][j / 2];
+    }
+}
+
+APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos, int w,
+                        struct tag tag)
+{
+    uint16_t *K = (uint16_t *)slot(a, w), *V = K + TILE_KEYS * a->hd;
+    int split = tag.part / a->g.groups, group = tag.part % a->g.groups;
+    int64_t tile = first_tile(span_at(a, pos), split) + tag.item;
+    int64_t first = tile * TILE_KEYS;
+    int keys = pos - first < TILE_KEYS ? (int)(pos - first) + 1 : TILE_KEYS;
+    int place = tag.item % UNIT_TILES;
+    if (first + keys - 1 == pos) fetch_row(a, K, V, group / a->g.octets, pos, keys - 1);
+    score_tile(a, s, K, keys, place);
+    sum_tile(a, K, V, keys, place);
+    proxy_fence();
+    __syncwarp();
+    if (lane_id() == 0) {
+        mbarrier_arrive(s->empty + w);
+        mbarrier_arrive(s->tiles + place);
+    }
+}
+
+/* stream: a consumer's life */
+DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, int w)
+{
+    uint32_t chunks = 0;   /* finished and not yet counted */
+    int timed = -1;        /* the phase whose start this warp has marked */
+    for (uint32_t parity = 0;; parity ^= 1) {
+        mbarrier_wait(s->full + w, parity);
+        struct tag tag = s->tag[w];
+        if (tag.phase == THE_END) return;
+        if (lane_id() == 0) wait_in_block(&s->vectors, (uint32_t)tag.vector + 1);
+        __syncwarp();
+        if (tag.phase != timed) MARK(a, START, timed = tag.phase);
+        if (tag.phase == ATTEND) {
+            attend_tile(a, s, pos, w, tag);
+            MARK(a, END, ATTEND);
+            continue;
+        }
+        multiply_chunk(a, s, pos, w, tag);
+        MARK(a, END, tag.phase);
+        chunks++;
+        if (!tag.last) continue;
+        /* count this warp's chunks of the phase */
+        if (tag.phase == GATE_UP && lane_id() == 0) add_in_block(&s->gated, chunks);
+        if (tag.phase == DOWN) finish_down(a, tag, w);
+        if (lane_id() == 0 && (tag.phase != DOWN || a->g.pieces > (int)gridDim.x))
+            atomic_add_release(counter(a, tag.phase, tag.part), chunks);
+        chunks = 0;
+    }
+}
+
+/* stream: the kernel */
+KERNEL THREADS(32 * (MAX_WARPS + LOADER_WARPS + 1))
+whole_layer(const IN_PLACE struct layer_args a)
+{
+    int64_t pos = position(a.pos);
+    if (pos < 0) {
+        /* fill the result with NaN and remember */
+        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
+             i += gridDim.x * blockDim.x)
+            a.x_out[i] = 0x7fc0;
+        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
+        return;
+    }
+    struct shared *s = block_state();
+    int warp = (int)threadIdx.x / 32;
+    /* stream: prepare the barriers */
+    if (threadIdx.x == 0) {
+        for (int w = 0; w < a.g.warps; w++) {
+            mbarrier_init(s->full + w, 1);
+            mbarrier_init(s->empty + w, 1);
+        }
+        for (int i = 0; i < UNIT_TILES; i++) mbarrier_init(s->tiles + i, 1);
+        s->vectors = s->gated = 0;
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (warp < a.g.warps) consume(&a, s, pos, warp);
+    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&a, s, pos);
+    else {
+        named_barrier_sync(2, LOADERS + 32);   /* the loaders' first reads go ahead */
+        if (threadIdx.x % 32 == 0) produce(&a, s, pos);
+    }
+}
+CPU_KERNEL(whole_layer, struct layer_args)
+
+/* packed: the kernels that pack */
+KERNEL count_exponents(struct pack_args a)   /* 256 threads; rows without gaps */
+{
+    uint32_t *count = (uint32_t *)shared_memory();
+    int64_t first = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t step = (int64_t)gridDim.x * blockDim.x;
+    count[threadIdx.x] = 0;
+    __syncthreads();
+    for (int64_t i = first; i < a.rows * a.stride / 8; i += step) {
+        bits128 w = load_16(a.from + 8 * i);
+        for (int j = 0; j < 8; j++)
+            add_in_block(count + (half_of(w, j) >> 7 & 0xffu), 1);
+    }
+    __syncthreads();
+    atomic_add_relaxed(a.exponents + threadIdx.x, count[threadIdx.x]);
+}
+CPU_KERNEL(count_exponents, struct pack_args)
+#ifndef TWIN
+/* packed: pack the rows */
+/* packed: pack eight weights */
+DEVICE void pack_eight(bits128 w, int base, char *row, int n, int place)
+{
+    struct bits64 bottoms;
+    for (int i = 0; i < 4; i++)
+        w.v[i] = into_window(w.v[i] & 0xffffu, base)
+               | into_window(w.v[i] >> 16, base) << 16;
+    bottoms.v[0] = pick_bytes(w.v[0], w.v[1], 0x6420);
+    bottoms.v[1] = pick_bytes(w.v[2], w.v[3], 0x6420);
+    uint32_t first = pick_bytes(w.v[0], w.v[1], 0x7531) & 0x87878787u;
+    uint32_t second = pick_bytes(w.v[2], w.v[3], 0x7531) & 0x87878787u;
+    *(struct bits64 *)(row + 8 * place) = bottoms;
+    *(uint32_t *)(row + n + 4 * place) = first | second >> 4 | second << 28;
+}
+
+/* packed: list the exceptions of a row */
+DEVICE void list_exceptions(const struct pack_args *a, const uint16_t *from,
+                            uint32_t *list, uint32_t *more, uint32_t room)
+{
+    uint32_t found = 0;
+    for (int k = 0; k < a->n; k += RUN) {
+        int c = k + 8 * lane_id();
+        uint32_t mine = c < a->n ? exceptions_in(load_16(from + c), a->base) : 0;
+        int any = mine != 0;
+        uint32_t who = ballot(any);
+        for (int lane = 0; lane < 32 && who >> lane; lane++) {
+            uint32_t its = shfl_u32(mine, lane);
+            for (int j = 0; j < 8; j++) {
+                if (!(its >> j & 1)) continue;
+                uint32_t *to = found < room ? list + found : more + found - room;
+                if (lane == lane_id()) *to = (uint32_t)(c + j) << 16 | from[c + j];
+                found++;
+            }
+        }
+    }
+}
+
+DEVICE void pack_row(const struct pack_args *a, const uint16_t *from, char *to)
+{
+    int n = a->n, odd = 0;
+    uint32_t more = 0, room = (uint32_t)a->extra / 4 - 2;
+    uint32_t *list = (uint32_t *)(to + n / 2 * 3);
+    for (int c = 8 * lane_id(); c < n; c += RUN) {
+        bits128 w = load_16(from + c);
+        pack_eight(w, a->base, to, n, place_of(c, n));
+        for (int j = 0; j < 8; j++) odd += outside(half_of(w, j), a->base);
+    }
+    uint32_t count = (uint32_t)odd;
+    for (int m = 16; m; m /= 2) count += shfl_xor_u32(count, m);
+    if (lane_id() == 0) {
+        if (count > room) more = atomic_add_relaxed(a->used, count - room);
+        list[0] = count, list[1] = more;
+    }
+    more = shfl_u32(more, 0);
+    if (count) list_exceptions(a, from, list + 2, a->more + more, room);
+}
+
+DEVICE int64_t first_row(void) { return (blockIdx.x * blockDim.x + threadIdx.x) / 32; }
+DEVICE int64_t row_step(void) { return gridDim.x * blockDim.x / 32; }
+
+KERNEL pack_rows(struct pack_args a)
+{
+    int64_t bytes = a.n / 2 * 3 + a.extra;
+    for (int64_t r = first_row(); r < a.rows; r += row_step())
+        pack_row(&a, a.from + r * a.stride, a.packed + r * bytes);
+}
+CPU_KERNEL(pack_rows, struct pack_args)
+
+/* packed: unpack the rows */
+DEVICE bits128 out_of_window(bits128 w, int base)
+{
+    uint32_t down = (uint32_t)(LOWEST - base) << 7;
+    for (int i = 0; i < 4; i++)
+        w.v[i] = ((w.v[i] - down) & 0xffffu)
+               | ((w.v[i] >> 16) - down) << 16;
+    return w;
+}
+
+DEVICE void replace(bits128 *w, int i, uint32_t weight)   /* number i of eight */
+{
+    for (int j = 0; j < 4; j++)
+        if (i / 2 == j) w->v[j] = i % 2 ? (w->v[j] & 0xffffu) | weight << 16
+                                        : (w->v[j] & 0xffff0000u) | weight;
+}
+
+DEVICE void unpack_row(const struct pack_args *a, struct row r, int64_t at)
+{
+    const uint32_t *list = (const uint32_t *)(r.at + r.n / 2 * 3);
+    uint32_t i = 0, room = (uint32_t)a->extra / 4 - 2;
+    for (int k = 0; k < r.n; k += RUN) {
+        int c = k + 8 * lane_id();
+        bits128 w = {{ 0 }};
+        if (c < r.n) w = out_of_window(eight_at(r, c), a->base);
+        for (; i < list[0]; i++) {
+            uint32_t one = i < room ? list[2 + i] : a->more[list[1] + i - room];
+            int column = (int)(one >> 16);
+            if (column >= k + RUN) break;
+            if (column / 8 * 8 == c) replace(&w, column % 8, one & 0xffffu);
+        }
+        if (c < r.n) {
+            /* deliver eight weights, or compare them */
+            if (a->out) *(bits128 *)(a->out + at + c) = w;
+            else {
+                bits128 raw = load_16(a->from + at + c);
+                uint32_t different = 0;
+                for (int i = 0; i < 4; i++) different |= raw.v[i] ^ w.v[i];
+                if (different) atomic_add_relaxed(a->wrong, 1);
+            }
+        }
+    }
+}
+
+KERNEL unpack_rows(struct pack_args a)
+{
+    struct row r = { a.packed, 0, a.n };
+    for (int64_t i = first_row(); i < a.rows; i += row_step()) {
+        r.at = a.packed + i * (a.n / 2 * 3 + a.extra);
+        unpack_row(&a, r, i * a.stride);
+    }
+}
+CPU_KERNEL(unpack_rows, struct pack_args)
+#endif

@@ -1,0 +1,786 @@
+/* stages/stage8/layer.c: tangled from layer.nw; change it there. */
+/* stage 8: the host side */
+/* Stage 8, host side: packs the weights; then one cooperative launch a step. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include "layer.h"
+
+/* packed: what the kernels are given */
+/* a position, given or to be found on the device */
+struct position {
+    const int64_t *at;   /* device memory, or null */
+    int64_t given;       /* the position when at is null */
+    int64_t rows;        /* of the cache: valid positions are below */
+};
+
+/* packed: how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 48 };   /* keys of a tile */
+
+/* the phases of the stream */
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
+
+enum {
+    LOADER_WARPS = 8,   /* one for each head of a tile */
+    LOADERS = 32 * LOADER_WARPS,
+    UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
+    HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    PARTS = 16,         /* pieces of down at most */
+    LINE = 32,          /* counters are this many words apart: 128 bytes */
+};
+
+/* how the layer is cut into chunks */
+struct geometry {
+    int64_t slot_bytes, vector_bytes;
+    int32_t warps;             /* consumers, each with a slot */
+    int32_t pairs[PHASES];     /* rows pairs of a chunk, at most; a power of two */
+    int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
+    int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
+    int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
+    int32_t max_units;         /* splits of a group at most, at any length */
+};
+
+/* packed: a matrix as the stream reads it */
+enum { W_Q, W_K, W_V, W_O, W_GATE, W_UP, W_DOWN, MATRICES };   /* as in layer.h */
+
+struct matrix {
+    const char *at;        /* its first row; packed: of its first piece */
+    const uint32_t *more;  /* exceptions that do not fit behind their rows */
+    int64_t stride;        /* bytes from row to row, where they are not packed */
+    int32_t packed;        /* 1: rows of 12 bits a weight, end to end */
+    int32_t extra;         /* bytes of a packed row behind its weights */
+    int32_t base;          /* lowest exponent of the window; 0: no window */
+    float scale;           /* of the sums of a row: 2^(base - LOWEST) */
+};
+
+struct layer_args {
+    /* the tensors of a layer, as kernels see them */
+    const uint16_t *x;                 /* [d] */
+    const uint16_t *in_norm, *post_norm;  /* [d] */
+    const uint16_t *q;                 /* [n_q * hd][d] */
+    const uint16_t *k, *v;             /* [n_kv * hd][d] */
+    const uint16_t *o;                 /* [d][n_q * hd] */
+    const uint16_t *gate, *up;         /* [ffn][d] */
+    const uint16_t *down;              /* [d][ffn] */
+    uint16_t *k_cache, *v_cache;       /* [n_kv][pos.rows][hd] */
+    uint16_t *x_out;                   /* [d] */
+    const double *turn;                /* [hd / 2]: RoPE angle per position */
+    uint32_t *status;
+    struct position pos;
+    int64_t d, ffn;
+    int32_t n_q, n_kv, hd;
+    float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
+    struct matrix m[MATRICES];
+    struct geometry g;
+    /* scratch memory between the phases */
+    float *roped_q;            /* [n_q * hd] */
+    float *unit_sum;           /* [groups][max_units][HEADS][hd]: sums of p V */
+    float *unit_max;           /* [groups][max_units][HEADS]: largest score */
+    float *unit_weight;        /* [groups][max_units][HEADS]: sum of p */
+    float *attended;           /* [n_q * hd] */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *act;                /* [ffn]: silu(gate) * up */
+    float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
+    /* counters between the blocks */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
+    uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
+    uint32_t *units_done;      /* [groups] * LINE: units of this step */
+    uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
+    /* timers: the marks */
+    #ifdef TIMERS
+    uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
+    #endif
+};
+
+/* packed: what the kernels that pack are given */
+struct pack_args {
+    const uint16_t *from;   /* weight i of row r is from[r * stride + i] */
+    uint16_t *out;          /* likewise, where to unpack to; null: compare with from */
+    char *packed;           /* the rows, end to end */
+    uint32_t *more, *used;  /* exceptions without room in their rows; how many */
+    uint32_t *exponents;    /* [256]: how many weights have each */
+    uint32_t *wrong;        /* eights that came back different */
+    int64_t rows, stride;
+    int32_t n, base, extra;
+};
+
+void whole_layer(struct layer_args), count_exponents(struct pack_args);
+void pack_rows(struct pack_args), unpack_rows(struct pack_args);
+struct layer {
+    /* what every handle keeps */
+    layer_config c;
+    layer_weights w;
+    uint16_t *k_cache, *v_cache;   /* [n_kv][max_seq_len][hd] */
+    uint32_t *status;              /* device memory: a sticky layer status */
+    char *scratch;                 /* device memory that the handle owns */
+    int device;                    /* the device all of it lives on */
+    int blocks;                    /* thread blocks of a launch that fills the chip */
+    struct layer_args args;        /* all but x, pos and x_out */
+    size_t shared;                 /* bytes of dynamic shared memory a block */
+    unsigned threads;
+    layer_packing packing[MATRICES];
+    void *owned[MATRICES + 2];     /* packed matrices, copies of others, of the norms */
+};
+
+/* say which rule was broken */
+#include <stdarg.h>
+#include <stdio.h>
+static _Thread_local struct { int status; char rule[200]; } broken;
+
+static int refused(int status, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vsnprintf(broken.rule, sizeof broken.rule, format, args);
+    va_end(args);
+    return broken.status = status;
+}
+
+/* take a piece of scratch memory */
+static void *take(char **at, size_t bytes)
+{
+    char *piece = *at;
+    *at = (char *)(((uintptr_t)piece + bytes + 255) & ~(uintptr_t)255);
+    return piece;
+}
+
+/* launch a kernel */
+static int launch(const void *kernel, int64_t blocks, unsigned threads, size_t shared,
+                  void *args, cudaStream_t stream)
+{
+    cudaLaunchConfig_t config = { 0 };
+    config.gridDim.x = (unsigned)blocks, config.gridDim.y = config.gridDim.z = 1;
+    config.blockDim.x = threads, config.blockDim.y = config.blockDim.z = 1;
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    return cudaLaunchKernelExC(&config, kernel, &args) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* stream: cut the layer into chunks */
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int32_t pairs_of(int64_t slot_bytes, int64_t columns, int64_t divides)
+{
+    int32_t pairs = 4;
+    while (pairs > 1 && (4 * pairs * columns > slot_bytes || divides % pairs))
+        pairs /= 2;
+    return pairs;
+}
+
+static int32_t chunks_of(int64_t pairs, int32_t pairs_of_chunk)
+{
+    return (int32_t)((pairs + pairs_of_chunk - 1) / pairs_of_chunk);
+}
+
+static void cut(struct geometry *g, const layer_config *c)
+{
+    int64_t q = c->n_q * c->hd, rep = c->n_q / c->n_kv;
+    int64_t widest = larger(larger(c->d, q), (c->ffn / 64 + PARTS - 1) / PARTS * 64);
+    g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
+    g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
+    g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
+    g->vector_bytes = larger(4 * widest,
+                             4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
+    g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
+    g->groups = (int32_t)c->n_kv * g->octets;
+    g->max_units = g->groups < 128 ? 128 / g->groups : 1;
+    /* count the pairs and chunks of each product */
+    int64_t columns[PHASES] = { [QKV] = c->d, [OUT] = q, [GATE_UP] = c->d,
+                                [DOWN] = g->piece };
+    g->slot_bytes = 4 * TILE_KEYS * c->hd;
+    for (int p = QKV; p < PHASES; p++) {
+        if (p == ATTEND) continue;
+        g->pairs[p] = pairs_of(32768, columns[p], p == QKV ? c->hd / 2 : 4);
+        g->slot_bytes = larger(g->slot_bytes, 4 * g->pairs[p] * columns[p]);
+    }
+    /* count the chunks of each product */
+    g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
+    g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
+    g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
+    g->chunks[DOWN] = chunks_of(c->d / 2, g->pairs[DOWN]);
+}
+
+/* stream: see whether the layer fits */
+static int share_out(layer *l)   /* the shared memory of a block */
+{
+    struct layer_args *a = &l->args;
+    /* stream: as many slots as fit */
+    int most, resident;
+    const void *kernel = (const void *)whole_layer;
+    if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
+        return LAYER_CUDA_FAILED;
+    int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
+    if (slots < 2)
+        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
+                       "at most %d on this device, and is %lld", PARTS,
+                       (most - 1024) / 12 / 64 * 64, (long long)a->g.vector_bytes / 4);
+    a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
+    l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
+    l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
+        || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
+                                                         (int)l->threads, l->shared))
+        return LAYER_CUDA_FAILED;
+    /* refuse a grid that is not resident as a whole */
+    if (resident < 1)
+        return refused(LAYER_BAD_DEVICE, "a block of %u threads and %zu bytes of shared "
+                       "memory does not fit on a multiprocessor", l->threads, l->shared);
+    return LAYER_OK;
+}
+
+static int fit(layer *l)
+{
+    cut(&l->args.g, &l->c);
+    return share_out(l);
+}
+
+/* stream: divide the scratch memory */
+static char *divide_scratch(layer *l, char *at)
+{
+    struct layer_args *a = &l->args;
+    struct geometry *g = &a->g;
+    size_t q = (size_t)(l->c.n_q * l->c.hd), f = sizeof(float), u = sizeof(uint32_t);
+    size_t units = (size_t)g->groups * (size_t)g->max_units * HEADS;
+    l->status = a->status = take(&at, u);
+    a->done = take(&at, (size_t)PHASES * PARTS * LINE * u);
+    a->launches = take(&at, (size_t)l->blocks * u);
+    a->units_done = take(&at, (size_t)g->groups * LINE * u);
+    a->pieces_done = take(&at, (size_t)l->blocks * MAX_WARPS * u);
+    a->turn = take(&at, (size_t)l->c.hd / 2 * sizeof(double));
+    a->roped_q = take(&at, q * f);
+    a->unit_sum = take(&at, units * (size_t)l->c.hd * f);
+    a->unit_max = take(&at, units * f);
+    a->unit_weight = take(&at, units * f);
+    a->attended = take(&at, q * f);
+    a->x1 = take(&at, (size_t)l->c.d * f);
+    a->act = take(&at, (size_t)l->c.ffn * f);
+    a->piece_sum = take(&at, (size_t)g->pieces * (size_t)l->c.d * f);
+    /* timers: room for the marks */
+    #ifdef TIMERS
+    a->marks = take(&at, (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t));
+    #endif
+    return at;
+}
+
+/* packed: pack the layer */
+struct source { const uint16_t *at; int64_t rows, columns, width; };   /* of a piece */
+
+static struct source source_of(const layer *l, int i)
+{
+    const layer_config *c = &l->c;
+    const layer_weights *w = &l->w;
+    int64_t q = c->n_q * c->hd, kv = c->n_kv * c->hd;
+    const void *at[] = { w->q, w->k, w->v, w->o, w->gate, w->up, w->down };
+    int64_t rows[] = { q, kv, kv, c->d, c->ffn, c->ffn, c->d };
+    int64_t columns = i == W_O ? q : i == W_DOWN ? c->ffn : c->d;
+    int64_t width = i == W_DOWN ? l->args.g.piece : columns;
+    return (struct source){ at[i], rows[i], columns, width };
+}
+
+static int64_t packed_row(int64_t n, int64_t extra) { return n / 2 * 3 + extra; }
+
+static int best_base(const uint32_t count[256], int64_t *inside)
+{
+    int best = 1;
+    *inside = 0;
+    for (int base = 1; base + 15 < 255; base++) {
+        int64_t sum = 0;
+        for (int e = base; e < base + 16; e++) sum += count[e];
+        if (sum > *inside) *inside = sum, best = base;
+    }
+    return best;
+}
+
+/* packed: launch a kernel over a matrix */
+#ifdef CUDA_CPU_TARGET
+enum { PACK_BLOCKS = 2 };   /* a thread is a fiber there, and a loop is cheaper */
+#else
+enum { PACK_BLOCKS = 1056 };
+#endif
+enum { USED = 256, WRONG, COUNTS };   /* counters of kernels, behind the exponents */
+
+static struct pack_args pack_args_of(struct source s, uint32_t *counts)
+{
+    struct pack_args p = { .from = s.at, .rows = s.rows, .stride = s.columns };
+    p.exponents = counts, p.used = counts + USED, p.wrong = counts + WRONG;
+    p.n = (int32_t)s.width;
+    return p;
+}
+
+static int run(void (*kernel)(struct pack_args), struct pack_args *p)
+{
+    return launch((const void *)kernel, PACK_BLOCKS, 256, 1024, p, NULL);
+}
+
+/* packed: choose the window of a matrix */
+enum { RARE = 256 };
+
+static int choose_window(layer *l, int i, uint32_t *counts, int64_t *exceptions)
+{
+    struct source s = source_of(l, i);
+    struct matrix *m = l->args.m + i;
+    struct pack_args p = pack_args_of(s, counts);
+    int64_t weights = s.rows * s.columns, inside;
+    uint32_t seen[COUNTS];
+    m->at = (const char *)s.at, m->stride = 2 * s.columns, m->scale = 1;
+    l->packing[i] = (layer_packing){ weights, 0, 2 * weights, 1, 0 };
+    if (weights > UINT32_MAX || s.width > 65536) return LAYER_OK;
+    if (cudaMemset(counts, 0, sizeof seen) || run(count_exponents, &p)
+        || cudaMemcpy(seen, counts, sizeof seen, cudaMemcpyDeviceToHost))
+        return LAYER_CUDA_FAILED;
+    int base = best_base(seen, &inside);
+    *exceptions = weights - inside;
+    l->packing[i].exceptions = *exceptions;
+    if (*exceptions > weights / RARE) return LAYER_OK;
+    m->base = base, m->scale = (float)ldexp(1, base - 112);
+    return LAYER_OK;
+}
+#ifndef TWIN
+/* packed: pack a matrix and compare */
+/* packed: the room for the exceptions of a row */
+enum { MOST_ROOM = 62 };
+
+static int32_t extra_bytes(int64_t exceptions, int64_t rows)
+{
+    double mean = (double)exceptions / (double)rows;
+    double room = mean + 4 * sqrt(mean) + 1;
+    int32_t words = 4;                          /* two of them are count and where */
+    while (words - 2 < room && words - 2 < MOST_ROOM) words += 4;
+    return 4 * words;
+}
+
+/* packed: pack or unpack all pieces of a matrix */
+static int over_pieces(void (*kernel)(struct pack_args), struct pack_args p,
+                       struct source s)
+{
+    for (int64_t at = 0; at < s.columns; at += s.width) {
+        struct pack_args piece = p;
+        int64_t left = s.columns - at;
+        piece.n = (int32_t)(left < s.width ? left : s.width);
+        piece.from = s.at + at;
+        piece.out = p.out ? p.out + at : NULL;
+        piece.packed = p.packed + at / s.width * s.rows * packed_row(s.width, p.extra);
+        if (run(kernel, &piece)) return LAYER_CUDA_FAILED;
+    }
+    return LAYER_OK;
+}
+
+static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
+{
+    struct source s = source_of(l, i);
+    struct matrix *m = l->args.m + i;
+    struct pack_args p = pack_args_of(s, counts);
+    int64_t pieces = (s.columns + s.width - 1) / s.width, weights = s.rows * s.columns;
+    uint32_t seen[COUNTS];
+    p.base = m->base, p.extra = m->extra = extra_bytes(exceptions, s.rows * pieces);
+    int64_t bytes = s.rows * packed_row(s.columns, pieces * p.extra);
+    if (cudaMalloc(&l->owned[i], (size_t)(bytes + 4 * exceptions))) {
+        cudaGetLastError();
+        return LAYER_NO_MEMORY;
+    }
+    p.packed = l->owned[i], p.more = (uint32_t *)(p.packed + bytes);
+    if (cudaMemset(p.packed, 0, (size_t)(bytes + 4 * exceptions))
+        || over_pieces(pack_rows, p, s) || over_pieces(unpack_rows, p, s)
+        || cudaMemcpy(seen, counts, sizeof seen, cudaMemcpyDeviceToHost))
+        return LAYER_CUDA_FAILED;
+    if (seen[WRONG]) {
+        /* packed: give up packing this matrix */
+        void *packed = l->owned[i];
+        l->owned[i] = NULL, m->base = m->extra = 0, m->scale = 1;
+        return cudaFree(packed) ? LAYER_CUDA_FAILED : LAYER_OK;
+    }
+    m->at = p.packed, m->more = p.more, m->packed = 1;
+    l->packing[i] = (layer_packing){ weights, exceptions, bytes + 4 * seen[USED], 0,
+                                     m->base };
+    return LAYER_OK;
+}
+#endif
+
+static int pack_layer(layer *l)
+{
+    uint32_t *counts;   /* device memory: [COUNTS] */
+    int bad = LAYER_OK;
+    if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;   /* the weights are there */
+    if (cudaMalloc((void **)&counts, COUNTS * sizeof *counts)) {
+        cudaGetLastError();
+        return LAYER_NO_MEMORY;
+    }
+    for (int i = 0; i < MATRICES && !bad; i++) {
+        int64_t exceptions = 0;
+        bad = choose_window(l, i, counts, &exceptions);
+#ifndef TWIN
+        if (!bad && l->args.m[i].base) bad = pack_matrix(l, i, counts, exceptions);
+#endif
+    }
+    if (cudaFree(counts) && !bad) bad = LAYER_CUDA_FAILED;
+    return bad;
+}
+
+/* packed: cut the layer into smaller chunks */
+static int64_t pair_bytes(const layer *l, int low, int high, int64_t n)
+{
+    const struct matrix *m[] = { l->args.m + low, l->args.m + high };
+    int64_t bytes = 0;
+    for (int i = 0; i < 2; i++)
+        bytes += m[i]->packed ? packed_row(n, m[i]->extra) : 2 * n;
+    return bytes;
+}
+
+static void cut_slots(layer *l)
+{
+    const layer_config *c = &l->c;
+    struct geometry *g = &l->args.g;
+    int64_t q = c->n_q * c->hd, pair[PHASES] = { 0 };
+    for (int i = W_Q; i <= W_V; i++)
+        pair[QKV] = larger(pair[QKV], pair_bytes(l, i, i, c->d));
+    pair[OUT] = pair_bytes(l, W_O, W_O, q);
+    pair[GATE_UP] = pair_bytes(l, W_GATE, W_UP, c->d);
+    pair[DOWN] = pair_bytes(l, W_DOWN, W_DOWN, g->piece);
+    g->slot_bytes = 4 * TILE_KEYS * c->hd;
+    for (int i = QKV; i < PHASES; i++) {
+        if (i == ATTEND) continue;
+        g->pairs[i] = pairs_of(32768, pair[i] / 4, i == QKV ? c->hd / 2 : 4);
+        g->slot_bytes = larger(g->slot_bytes, g->pairs[i] * pair[i]);
+    }
+    /* count the chunks of each product */
+    g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
+    g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
+    g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
+    g->chunks[DOWN] = chunks_of(c->d / 2, g->pairs[DOWN]);
+}
+
+/* see whether the grid starts */
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream);
+
+static int try_grid(layer *l)
+{
+    struct position none = { NULL, -1, l->c.max_seq_len };
+    void *nowhere = l->args.x1;
+    if (!step(l, nowhere, none, nowhere, NULL))   /* then forget that pos was bad */
+        return cudaMemset(l->status, 0, sizeof *l->status)
+             ? LAYER_CUDA_FAILED : LAYER_OK;
+    if (cudaPeekAtLastError() != cudaErrorCooperativeLaunchTooLarge)
+        return LAYER_CUDA_FAILED;
+    return refused(LAYER_BAD_DEVICE, "%d blocks of %u threads and %zu bytes of shared "
+                   "memory must be resident at once: %s", l->blocks, l->threads,
+                   l->shared, cudaGetErrorString(cudaGetLastError()));
+}
+
+/* packed: describe the layer to the kernel */
+static int prepare(layer *l)
+{
+    struct layer_args *a = &l->args;
+    /* name the tensors to the kernel */
+    a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;
+    a->q = l->w.q, a->k = l->w.k, a->v = l->w.v, a->o = l->w.o;
+    a->gate = l->w.gate, a->up = l->w.up, a->down = l->w.down;
+    a->k_cache = l->k_cache, a->v_cache = l->v_cache;
+    a->d = l->c.d, a->ffn = l->c.ffn, a->hd = (int32_t)l->c.hd;
+    a->n_q = (int32_t)l->c.n_q, a->n_kv = (int32_t)l->c.n_kv;
+    a->eps = (float)l->c.eps;
+    a->score_scale = (float)(1 / sqrt((double)l->c.hd));
+    /* send the RoPE angles to the device */
+    double turn[64];
+    for (int i = 0; i < a->hd / 2; i++)
+        turn[i] = pow(l->c.theta, -2.0 * i / (double)a->hd);
+    if (cudaMemcpy((void *)a->turn, turn, sizeof(double) * (size_t)a->hd / 2,
+                   cudaMemcpyHostToDevice))
+        return LAYER_CUDA_FAILED;
+    int bad = pack_layer(l);
+    if (bad) return bad;
+    cut_slots(l);
+    bad = share_out(l);
+    return bad ? bad : try_grid(l);
+}
+
+/* one launch: one step */
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream)
+{
+    struct layer_args args = l->args;
+    void *arg = &args;
+    args.x = x, args.pos = pos, args.x_out = x_out;
+    cudaLaunchAttribute together = { .id = cudaLaunchAttributeCooperative };
+    together.val.cooperative = 1;
+    cudaLaunchConfig_t config = { .dynamicSmemBytes = l->shared, .stream = stream,
+                                  .attrs = &together, .numAttrs = 1 };
+    config.gridDim.x = (unsigned)l->blocks, config.gridDim.y = config.gridDim.z = 1;
+    config.blockDim.x = l->threads, config.blockDim.y = config.blockDim.z = 1;
+    return cudaLaunchKernelExC(&config, (const void *)whole_layer, &arg)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* refuse what no stage can serve */
+static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
+
+static int check_pointers(const layer_weights *w, const void *k_cache,
+                          const void *v_cache)
+{
+    const struct { const char *name; const void *p; } all[] = {
+        { "in_norm", w->in_norm }, { "post_norm", w->post_norm }, { "q", w->q },
+        { "k", w->k }, { "v", w->v }, { "o", w->o }, { "gate", w->gate },
+        { "up", w->up }, { "down", w->down }, { "k_cache", k_cache },
+        { "v_cache", v_cache },
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (!all[i].p) return refused(LAYER_BAD_ARGUMENT, "%s is null", all[i].name);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (misaligned(all[i].p))
+            return refused(LAYER_BAD_ALIGNMENT, "%s must be 16-byte aligned, and is at "
+                           "%p", all[i].name, all[i].p);
+    return LAYER_OK;
+}
+
+static int check_shape(const layer_config *c)
+{
+    int64_t most = 1 << 24;   /* of any one size: products stay far below 2^63 */
+    int64_t rep = c->n_kv > 0 ? c->n_q / c->n_kv : 0;
+    const struct { int broken; const char *rule; int64_t given; } rules[] = {
+        /* the rules for a shape */
+        { c->d <= 0 || c->d > most || c->d % 64,
+          "d must be a multiple of 64 up to 16777216, and is %lld", c->d },
+        { c->ffn <= 0 || c->ffn > most || c->ffn % 64,
+          "ffn must be a multiple of 64 up to 16777216, and is %lld", c->ffn },
+        { c->hd != 64 && c->hd != 128, "hd must be 64 or 128, and is %lld", c->hd },
+        { c->n_q <= 0 || c->n_q > 4096, "n_q must be 1 to 4096, and is %lld", c->n_q },
+        { c->n_kv <= 0 || c->n_q % c->n_kv, "n_kv must divide n_q, and is %lld", c->n_kv },
+        { rep > 16, "at most 16 query heads may share a KV head, and %lld do", rep },
+        { c->max_seq_len <= 0 || c->max_seq_len > most,
+          "max_seq_len must be 1 to 16777216, and is %lld", c->max_seq_len },
+        { !((float)c->eps > 1e-37f) || !isfinite((float)c->eps),
+          "eps must be positive and finite in single precision", 0 },
+        { !(c->theta > 0) || !isfinite(c->theta), "theta must be positive and finite", 0 },
+        { c->max_blocks < 0, "max_blocks must not be negative, and is %lld", c->max_blocks },
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        if (rules[i].broken)
+            return refused(LAYER_BAD_SHAPE, rules[i].rule, (long long)rules[i].given);
+    return LAYER_OK;
+}
+
+/* refuse a device that is too old */
+static int check_device(int *device, int *sms)
+{
+    int major;
+    if (cudaGetDevice(device)) return LAYER_CUDA_FAILED;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *device)
+        || cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, *device))
+        return LAYER_CUDA_FAILED;
+    return major >= 9 ? LAYER_OK
+         : refused(LAYER_BAD_DEVICE, "the device must have compute capability 9.0 or "
+                   "later, and has %d.x", major);
+}
+
+/* claim and clear the scratch memory */
+static int claim_scratch(layer *l)
+{
+    size_t bytes = (size_t)divide_scratch(l, NULL);
+    cudaError_t e = cudaMalloc((void **)&l->scratch, bytes);
+    if (e && e != cudaErrorMemoryAllocation) return LAYER_CUDA_FAILED;
+    if (e) {
+        cudaGetLastError();
+        return refused(LAYER_NO_MEMORY, "there are no %zu bytes of device memory for "
+                       "scratch", bytes);
+    }
+    divide_scratch(l, l->scratch);
+    return cudaMemset(l->scratch, 0, bytes) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* packed: tear a layer down */
+int layer_teardown(layer *l)
+{
+    int before;
+    if (!l) return LAYER_OK;
+    int bad = cudaGetDevice(&before) || cudaSetDevice(l->device);
+    if (cudaDeviceSynchronize()) bad = 1;
+    for (int i = 0; i < MATRICES + 2; i++)
+        if (l->owned[i] && cudaFree(l->owned[i])) bad = 1;
+    if (l->scratch && cudaFree(l->scratch)) bad = 1;
+    if (!bad && before != l->device) bad = cudaSetDevice(before) != cudaSuccess;
+    free(l);
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* build a layer */
+int layer_build(layer **out, const layer_config *c, const layer_weights *w,
+                void *k_cache, void *v_cache)
+{
+    broken.status = LAYER_OK;
+    if (!out || !c || !w) return LAYER_BAD_ARGUMENT;
+    *out = NULL;
+    int device, sms, bad = check_shape(c);
+    if (!bad) bad = check_pointers(w, k_cache, v_cache);
+    if (!bad) bad = check_device(&device, &sms);
+    if (bad) return bad;
+    layer *l = calloc(1, sizeof *l);
+    if (!l) return LAYER_NO_MEMORY;
+    l->c = *c, l->w = *w, l->k_cache = k_cache, l->v_cache = v_cache;
+    l->device = device;
+    l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
+    bad = fit(l);
+    if (!bad) bad = claim_scratch(l);
+    if (!bad) bad = prepare(l);
+    if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
+    if (bad) layer_teardown(l);
+    else *out = l;
+    return bad;
+}
+
+/* the two ways to step */
+static int check_step(layer *l, const void *x, const void *x_out)
+{
+    int device;
+    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
+    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
+    return device == l->device ? LAYER_OK
+         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
+                   "is current", l->device, device);
+}
+
+int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
+{
+    int bad = check_step(l, x, x_out);
+    if (bad) return bad;
+    if (pos < 0 || pos >= l->c.max_seq_len)
+        return refused(LAYER_BAD_POSITION, "pos must be 0 to %lld, and is %lld",
+                       (long long)l->c.max_seq_len - 1, (long long)pos);
+    return step(l, x, (struct position){ NULL, pos, l->c.max_seq_len }, x_out, stream);
+}
+
+int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x_out,
+                  cudaStream_t stream)
+{
+    int bad = check_step(l, x, x_out);
+    if (bad) return bad;
+    if (!pos_on_device) return LAYER_BAD_ARGUMENT;
+    if ((uintptr_t)pos_on_device & 7) return LAYER_BAD_ALIGNMENT;
+    struct position p = { pos_on_device, 0, l->c.max_seq_len };
+    return step(l, x, p, x_out, stream);
+}
+
+/* the sticky status */
+int layer_status(layer *l)
+{
+    uint32_t status;
+    if (!l) return LAYER_BAD_ARGUMENT;
+    if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
+    if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
+        return LAYER_CUDA_FAILED;
+    return (int)status;
+}
+
+/* error texts */
+const char *layer_strerror(int status)
+{
+    if (status == LAYER_CUDA_FAILED && cudaPeekAtLastError())
+        return cudaGetErrorString(cudaPeekAtLastError());
+    static const char *text[] = {
+        "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
+        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
+        "divides n_q, at most 16 query heads a KV head, eps and theta positive",
+        "position outside [0, max_seq_len)",
+        "wrong device: it must have compute capability 9.0 or later, be the one the "
+        "layer was built on, and have room for the grid",
+        "out of device memory", "the CUDA runtime refused a call",
+    };
+    int known = status >= 0 && status < (int)(sizeof text / sizeof *text);
+    if (status && status == broken.status) return broken.rule;
+    return known ? text[status] : "unknown status";
+}
+
+/* packed: what a caller may ask */
+int layer_packing_of(const layer *l, int matrix, layer_packing *out)
+{
+    if (!l || !out || matrix < 0 || matrix >= MATRICES) return LAYER_BAD_ARGUMENT;
+    *out = l->packing[matrix];
+    return LAYER_OK;
+}
+
+int64_t layer_weight_bytes(const layer *l)
+{
+    int64_t bytes = 4 * l->c.d;
+    for (int i = 0; i < MATRICES; i++) bytes += l->packing[i].bytes;
+    return bytes;
+}
+
+int layer_unpack(layer *l, int matrix, void *out)
+{
+    if (!l || !out || matrix < 0 || matrix >= MATRICES) return LAYER_BAD_ARGUMENT;
+    if (misaligned(out)) return LAYER_BAD_ALIGNMENT;
+    struct source s = source_of(l, matrix);
+    const struct matrix *m = l->args.m + matrix;
+    int bad = 0;
+#ifndef TWIN
+    struct pack_args p = pack_args_of(s, NULL);
+    p.packed = (char *)m->at, p.more = (uint32_t *)m->more, p.out = out;
+    p.base = m->base, p.extra = m->extra;
+    if (m->packed) bad = over_pieces(unpack_rows, p, s);
+#endif
+    if (!m->packed) bad = cudaMemcpy(out, m->at, (size_t)(2 * s.rows * s.columns),
+                                     cudaMemcpyDeviceToDevice);
+    if (cudaDeviceSynchronize()) bad = 1;
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+static int own(void **copy, const void *from, int64_t bytes)
+{
+    if (cudaMalloc(copy, (size_t)bytes)) {
+        cudaGetLastError();
+        return LAYER_NO_MEMORY;
+    }
+    if (!cudaMemcpy(*copy, from, (size_t)bytes, cudaMemcpyDeviceToDevice))
+        return LAYER_OK;
+    cudaFree(*copy);
+    *copy = NULL;
+    return LAYER_CUDA_FAILED;
+}
+
+int layer_own_weights(layer *l)
+{
+    if (!l) return LAYER_BAD_ARGUMENT;
+    void **norms = l->owned + MATRICES;
+    int64_t bytes = 2 * l->c.d;
+    int bad = LAYER_OK;
+    for (int i = 0; i < MATRICES && !bad; i++) {
+        struct matrix *m = l->args.m + i;
+        if (l->owned[i]) continue;   /* packed, or copied before */
+        bad = own(&l->owned[i], m->at, 2 * l->packing[i].weights);
+        if (!bad) m->at = l->owned[i];
+    }
+    if (!bad && !norms[0]) bad = own(&norms[0], l->args.in_norm, bytes);
+    if (!bad && !norms[1]) bad = own(&norms[1], l->args.post_norm, bytes);
+    if (!bad) l->args.in_norm = norms[0], l->args.post_norm = norms[1];
+    if (cudaDeviceSynchronize() && !bad) bad = LAYER_CUDA_FAILED;
+    return bad;
+}
+
+/* timers: hand out the marks */
+#ifdef TIMERS
+int layer_marks(layer *l, uint64_t *out)   /* out[blocks][32][PHASES][2] on the host */
+{
+    size_t bytes = (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t);
+    return cudaMemcpy(out, l->args.marks, bytes, cudaMemcpyDeviceToHost)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+#endif
+
+/* age the counters, in tests */
+#ifdef AGEING
+int layer_age(layer *l, uint32_t times);
+int layer_age(layer *l, uint32_t times)   /* steps so far: so many times as many */
+{
+    size_t bytes = (size_t)((char *)l->args.turn - (char *)l->status);
+    uint32_t *words = malloc(bytes);
+    if (!words) return LAYER_NO_MEMORY;
+    int bad = cudaDeviceSynchronize()
+           || cudaMemcpy(words, l->status, bytes, cudaMemcpyDeviceToHost);
+    for (size_t i = 0; !bad && i < bytes / sizeof *words; i++) words[i] *= times;
+    if (!bad) bad = cudaMemcpy(l->status, words, bytes, cudaMemcpyHostToDevice);
+    free(words);
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+#endif

@@ -1,0 +1,3260 @@
+# stages/stage8/submission.py: tangled from layer.nw; change it there.
+"""One decoder layer in one launch, over packed weights: stage 8 in one file.
+
+    handle = build_layer(weights, kv_cache, cfg, max_seq_len)
+    x_out = layer_step(handle, x, pos)
+    teardown(handle)
+
+    packing(handle)       what became of each matrix
+    bytes_read(handle)    of weights, in a step
+    own_weights(handle)   from then on the caller may drop the weights
+
+Needs PyTorch, a GPU of compute capability 9.0 or later and, the first time, nvcc.
+"""
+
+# submission: imports
+import ctypes
+import functools
+import hashlib
+import itertools
+import numbers
+import operator
+import os
+import pathlib
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import weakref
+
+import torch
+
+# stage 8: the sources of the submission
+STAGE = 8
+
+KERNELS_CU = r"""
+
+/* stage 8: the kernel file */
+/* Stage 8: stage 7 over weights that are packed, without loss, into 12 bits. */
+#include <stdint.h>
+#include <math.h>
+#ifdef __CUDACC__
+/* device: common */
+#include <stdint.h>
+#include <stddef.h>
+#include <string.h>
+#define DEVICE __device__ __forceinline__
+#define APART static __device__ __noinline__   // with registers of its own
+#define KERNEL extern "C" __global__ void
+#define THREADS(n) __launch_bounds__(n, 1)
+#define IN_PLACE __grid_constant__   // an argument that is never copied
+#define PRAGMA(words) _Pragma(#words)
+#define UNROLL(n) PRAGMA(unroll n)
+#define CPU_KERNEL(name, argument)
+
+/* device: sixteen bytes, and the bits of a float */
+typedef struct bits128 {
+    uint32_t v[4];
+} __attribute__((aligned(16))) bits128;
+
+DEVICE uint32_t f32_bits(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+DEVICE float bits_f32(uint32_t bits)
+{
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+/* device: bfloat16 */
+DEVICE float bf16_to_f32(uint16_t h)
+{
+    return bits_f32((uint32_t)h << 16);
+}
+DEVICE uint16_t f32_to_bf16(float f)
+{
+    uint32_t bits = f32_bits(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+DEVICE char *shared_memory(void)
+{
+    extern __shared__ __align__(1024) char dynamic_shared[];
+    return dynamic_shared;
+}
+DEVICE uint32_t shared_address(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* PTX: pairs of bfloat16 */
+DEVICE uint32_t pack_bf16(float low, float high)
+{
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+/* PTX: warps */
+DEVICE float shfl_xor_f32(float x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+DEVICE uint32_t shfl_xor_u32(uint32_t x, int mask)
+{
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+
+DEVICE float shfl_f32(float x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+DEVICE uint32_t shfl_u32(uint32_t x, int lane)
+{
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+
+DEVICE uint32_t ballot(int predicate)
+{
+    return __ballot_sync(0xffffffffu, predicate);
+}
+
+/* PTX: named barriers */
+DEVICE void named_barrier_sync(int id, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void named_barrier_arrive(int id, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* PTX: atomics */
+DEVICE uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+DEVICE uint32_t atomic_add_release(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+/* PTX: loads and stores with an order */
+DEVICE uint32_t load_relaxed(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                 : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE uint32_t load_acquire(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+DEVICE void store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE void store_release(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE void fence_gpu(void)
+{
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+/* PTX: wait until a counter has come far enough */
+#ifdef DEBUG_SPINS
+/* PTX: spins that end */
+#ifndef SPIN_LIMIT
+#define SPIN_LIMIT 2000000000ull // ns
+#include <stdio.h>
+DEVICE uint64_t spin_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __noinline__ void spin_failed(const char *what, const void *p,
+                                                uint32_t wanted, uint32_t found)
+{
+    printf("block %u thread %u waits for %s at %p: wanted %u, found %u\n",
+           blockIdx.x, threadIdx.x, what, p, wanted, found);
+    asm volatile("trap;");
+}
+#endif
+#endif
+DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
+{
+#ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+#endif
+    while ((int32_t)(load_acquire(p) - v) < 0) {
+#ifdef DEBUG_SPINS
+        if (spin_ns() - start > SPIN_LIMIT)
+            spin_failed("a counter", p, v, load_acquire(p));
+#endif
+    }
+}
+
+/* PTX: counters within a block */
+DEVICE void publish_in_block(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;"
+                 ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+DEVICE void add_in_block(uint32_t *p, uint32_t v)
+{
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;"
+                 ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+DEVICE void wait_in_block(const uint32_t *p, uint32_t v)
+{
+    uint32_t seen;
+    /* PTX: start the clock of a bounded spin */
+    #ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+    #endif
+    do {
+        asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+                     : "=r"(seen) : "r"(shared_address(p)) : "memory");
+        /* PTX: give up a spin that takes too long */
+        #ifdef DEBUG_SPINS
+        if ((int32_t)(seen - v) < 0 && spin_ns() - start > SPIN_LIMIT)
+            spin_failed("a counter of the block", p, v, seen);
+        #endif
+    } while ((int32_t)(seen - v) < 0);
+}
+
+/* PTX: mbarriers */
+#ifdef DEBUG_SPINS
+/* PTX: spins that end */
+#ifndef SPIN_LIMIT
+#define SPIN_LIMIT 2000000000ull // ns
+#include <stdio.h>
+DEVICE uint64_t spin_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __noinline__ void spin_failed(const char *what, const void *p,
+                                                uint32_t wanted, uint32_t found)
+{
+    printf("block %u thread %u waits for %s at %p: wanted %u, found %u\n",
+           blockIdx.x, threadIdx.x, what, p, wanted, found);
+    asm volatile("trap;");
+}
+#endif
+#endif
+DEVICE void mbarrier_init(uint64_t *b, uint32_t count)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 ::"r"(shared_address(b)), "r"(count) : "memory");
+}
+DEVICE void mbarrier_init_fence(void)
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+DEVICE void mbarrier_arrive(uint64_t *b)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+                 ::"r"(shared_address(b)) : "memory");
+}
+
+/* PTX: announce bytes, wait for a phase */
+DEVICE void mbarrier_expect(uint64_t *b, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+
+DEVICE uint32_t mbarrier_try(uint64_t *b, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n\t.reg .pred p;\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, p;\n\t}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+    return done;
+}
+
+/* PTX: wait for a phase */
+DEVICE void mbarrier_wait(uint64_t *b, uint32_t parity)
+{
+#ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+#endif
+    while (!mbarrier_try(b, parity)) {
+#ifdef DEBUG_SPINS
+        if (spin_ns() - start > SPIN_LIMIT)
+            spin_failed("an mbarrier's parity", b, parity, parity ^ 1u);
+#endif
+    }
+}
+
+/* PTX: bulk copies */
+DEVICE uint64_t evict_first(void)
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;"
+                 : "=l"(policy));
+    return policy;
+}
+
+DEVICE void bulk_load(void *shared, const void *global, uint32_t bytes,
+                      uint64_t *b, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
+                 "r"(shared_address(b)), "l"(policy) : "memory");
+}
+
+DEVICE void proxy_fence(void)
+{
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+/* PTX: tensor cores */
+DEVICE void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2])
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* PTX: loads */
+DEVICE bits128 load_stream(const void *p)
+{
+    bits128 x;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
+                 : "l"(p));
+    return x;
+}
+
+DEVICE bits128 load_16(const void *p)
+{
+    uint4 u = *(const uint4 *)p;
+    bits128 x = {{u.x, u.y, u.z, u.w}};
+    return x;
+}
+
+/* PTX: bytes of two words */
+DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places)
+{
+    return __byte_perm(low, high, places);   /* a hex digit a byte: 0-3 low, 4-7 high */
+}
+#else
+#include "device.h"
+#endif
+
+/* packed: what the kernels are given */
+/* a position, given or to be found on the device */
+struct position {
+    const int64_t *at;   /* device memory, or null */
+    int64_t given;       /* the position when at is null */
+    int64_t rows;        /* of the cache: valid positions are below */
+};
+
+/* packed: how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 48 };   /* keys of a tile */
+
+/* the phases of the stream */
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
+
+enum {
+    LOADER_WARPS = 8,   /* one for each head of a tile */
+    LOADERS = 32 * LOADER_WARPS,
+    UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
+    HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    PARTS = 16,         /* pieces of down at most */
+    LINE = 32,          /* counters are this many words apart: 128 bytes */
+};
+
+/* how the layer is cut into chunks */
+struct geometry {
+    int64_t slot_bytes, vector_bytes;
+    int32_t warps;             /* consumers, each with a slot */
+    int32_t pairs[PHASES];     /* rows pairs of a chunk, at most; a power of two */
+    int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
+    int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
+    int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
+    int32_t max_units;         /* splits of a group at most, at any length */
+};
+
+/* packed: a matrix as the stream reads it */
+enum { W_Q, W_K, W_V, W_O, W_GATE, W_UP, W_DOWN, MATRICES };   /* as in layer.h */
+
+struct matrix {
+    const char *at;        /* its first row; packed: of its first piece */
+    const uint32_t *more;  /* exceptions that do not fit behind their rows */
+    int64_t stride;        /* bytes from row to row, where they are not packed */
+    int32_t packed;        /* 1: rows of 12 bits a weight, end to end */
+    int32_t extra;         /* bytes of a packed row behind its weights */
+    int32_t base;          /* lowest exponent of the window; 0: no window */
+    float scale;           /* of the sums of a row: 2^(base - LOWEST) */
+};
+
+struct layer_args {
+    /* the tensors of a layer, as kernels see them */
+    const uint16_t *x;                 /* [d] */
+    const uint16_t *in_norm, *post_norm;  /* [d] */
+    const uint16_t *q;                 /* [n_q * hd][d] */
+    const uint16_t *k, *v;             /* [n_kv * hd][d] */
+    const uint16_t *o;                 /* [d][n_q * hd] */
+    const uint16_t *gate, *up;         /* [ffn][d] */
+    const uint16_t *down;              /* [d][ffn] */
+    uint16_t *k_cache, *v_cache;       /* [n_kv][pos.rows][hd] */
+    uint16_t *x_out;                   /* [d] */
+    const double *turn;                /* [hd / 2]: RoPE angle per position */
+    uint32_t *status;
+    struct position pos;
+    int64_t d, ffn;
+    int32_t n_q, n_kv, hd;
+    float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
+    struct matrix m[MATRICES];
+    struct geometry g;
+    /* scratch memory between the phases */
+    float *roped_q;            /* [n_q * hd] */
+    float *unit_sum;           /* [groups][max_units][HEADS][hd]: sums of p V */
+    float *unit_max;           /* [groups][max_units][HEADS]: largest score */
+    float *unit_weight;        /* [groups][max_units][HEADS]: sum of p */
+    float *attended;           /* [n_q * hd] */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *act;                /* [ffn]: silu(gate) * up */
+    float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
+    /* counters between the blocks */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
+    uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
+    uint32_t *units_done;      /* [groups] * LINE: units of this step */
+    uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
+    /* timers: the marks */
+    #ifdef TIMERS
+    uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
+    #endif
+};
+
+/* packed: what the kernels that pack are given */
+struct pack_args {
+    const uint16_t *from;   /* weight i of row r is from[r * stride + i] */
+    uint16_t *out;          /* likewise, where to unpack to; null: compare with from */
+    char *packed;           /* the rows, end to end */
+    uint32_t *more, *used;  /* exceptions without room in their rows; how many */
+    uint32_t *exponents;    /* [256]: how many weights have each */
+    uint32_t *wrong;        /* eights that came back different */
+    int64_t rows, stride;
+    int32_t n, base, extra;
+};
+
+/* timers: mark a moment */
+#ifdef TIMERS
+/* timers: write a mark */
+#ifdef __CUDACC__
+/* PTX: timers */
+DEVICE uint64_t device_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+#endif
+enum { MARKED_WARPS = 32 };   /* of a block, at most */
+enum when { START, END };
+
+DEVICE void mark(uint64_t *marks, int when, int phase)
+{
+    int64_t warp = (int64_t)blockIdx.x * MARKED_WARPS + threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) marks[(warp * PHASES + phase) * 2 + when] = device_ns();
+}
+#define MARK(a, when, phase) mark((a)->marks, when, phase)
+#else
+#define MARK(a, when, phase) ((void)0)
+#endif
+#define TIMED(a, phase, work) \
+    do { MARK(a, START, phase); work; MARK(a, END, phase); } while (0)
+
+/* a position that is valid, or -1 */
+DEVICE int64_t position(struct position p)
+{
+    int64_t pos = p.at ? *p.at : p.given;
+    return pos >= 0 && pos < p.rows ? pos : -1;
+}
+
+/* stream: shared memory */
+struct tag {
+    int32_t phase, part;   /* part: the unit of ATTEND, the piece of GATE_UP and DOWN */
+    int32_t item;          /* the tile within the unit, or the chunk */
+    int32_t vector;        /* the vector of this block that it needs */
+    int32_t last;          /* of this warp in this phase and piece */
+};
+
+struct shared {
+    uint64_t full[MAX_WARPS], empty[MAX_WARPS];   /* mbarriers of the slots */
+    uint64_t tiles[UNIT_TILES];    /* mbarriers: the tile in this place is summed */
+    struct tag tag[MAX_WARPS];     /* what each slot holds */
+    uint32_t vectors;              /* vectors put in place so far */
+    uint32_t gated;                /* chunks of gate and up that are multiplied */
+    float scale;                   /* of the vector in place */
+    uint32_t arrived;              /* one loader tells the others */
+    float sums[LOADER_WARPS];
+    float tile_max[UNIT_TILES][HEADS], tile_weight[UNIT_TILES][HEADS];
+};
+enum { SHARED_BYTES = 1024 };      /* struct shared, then the vector, then the slots */
+
+DEVICE struct shared *block_state(void)
+{
+    return (struct shared *)shared_memory();
+}
+
+DEVICE char *vector_area(void) { return shared_memory() + SHARED_BYTES; }
+
+DEVICE char *slot(const struct layer_args *a, int w)
+{
+    return vector_area() + a->g.vector_bytes + w * a->g.slot_bytes;
+}
+
+DEVICE float *tile_sums(const struct layer_args *a, int tile)   /* [HEADS][hd] */
+{
+    return (float *)vector_area() + tile * HEADS * a->hd;
+}
+
+DEVICE uint16_t *unit_queries(const struct layer_args *a)  /* hi, lo: [HEADS][hd] */
+{
+    return (uint16_t *)tile_sums(a, UNIT_TILES);
+}
+
+/* stream: who does what */
+DEVICE int first_chunk(const struct layer_args *a, int phase)   /* of this block */
+{
+    int before = 0, blocks = (int)gridDim.x;
+    for (int p = QKV; p < phase; p++) before += p == ATTEND ? 0 : a->g.chunks[p];
+    return (int)(blockIdx.x + blocks - before % blocks) % blocks;
+}
+
+struct span { int units, tiles; };    /* of each group, at this position */
+
+DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
+{
+    struct span n;
+    n.tiles = (int)(pos / TILE_KEYS) + 1;
+    n.units = n.tiles < a->g.max_units ? n.tiles : a->g.max_units;
+    return n;
+}
+
+DEVICE int first_tile(struct span n, int unit)   /* unit may be n.units: the end */
+{
+    return (int)((int64_t)n.tiles * unit / n.units);
+}
+
+DEVICE int units_of_block(const struct layer_args *a, struct span n)
+{
+    int units = n.units * a->g.groups, b = (int)blockIdx.x;
+    return b < units ? (units - b - 1) / (int)gridDim.x + 1 : 0;
+}
+
+struct share { int team, teams, first_piece; };   /* no team: first_piece = pieces */
+
+DEVICE struct share share_of_down(const struct layer_args *a)
+{
+    int blocks = (int)gridDim.x, b = (int)blockIdx.x, pieces = a->g.pieces;
+    struct share s = { 0, 1, b };
+    if (blocks < pieces) return s;
+    s.teams = blocks / pieces;
+    s.team = b / pieces;
+    s.first_piece = s.team < s.teams ? b % pieces : pieces;
+    return s;
+}
+
+DEVICE int vector_of_tile(int item)   /* after the queries of its unit */
+{
+    return item < UNIT_TILES ? 0 : item - UNIT_TILES + 1;
+}
+
+DEVICE int chunks_of_block(const struct layer_args *a, int phase)
+{
+    int left = a->g.chunks[phase] - first_chunk(a, phase), step = (int)gridDim.x;
+    return left > 0 ? (left - 1) / step + 1 : 0;
+}
+
+/* stream: small helpers */
+DEVICE int lane_id(void) { return (int)threadIdx.x % 32; }
+
+DEVICE int loader_thread(const struct layer_args *a)
+{
+    return (int)threadIdx.x - 32 * a->g.warps;
+}
+
+DEVICE float base_of(float max)   /* what scores are reduced by; see below */
+{
+    return max == -INFINITY ? 0 : max;
+}
+
+DEVICE void loaders_meet(void) { named_barrier_sync(1, LOADERS); }
+
+DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
+{
+    return a->done + (phase * PARTS + part) * LINE;
+}
+
+/* stream: the diagonal product */
+DEVICE void multiply_16_bytes(float c[4], bits128 low, bits128 high, bits128 x)
+{
+    uint32_t a0[4] = { low.v[0], high.v[0], low.v[1], high.v[1] };
+    uint32_t a1[4] = { low.v[2], high.v[2], low.v[3], high.v[3] };
+    mma_bf16(c, a0, x.v);
+    mma_bf16(c, a1, x.v + 2);
+}
+
+struct pair { float low, high; };
+enum { RUN = 256, RUNS = 2 };   /* elements of a run; runs of a step */
+struct run { bits128 low, high, hi, lo; };
+
+DEVICE struct run read_run(const uint16_t *low, const uint16_t *high,
+                           const uint16_t *hi, int n, int i)
+{
+    struct run r;
+    r.low = *(const bits128 *)(low + i);
+    r.high = *(const bits128 *)(high + i);
+    r.hi = *(const bits128 *)(hi + i);
+    r.lo = *(const bits128 *)(hi + n + i);
+    return r;
+}
+
+DEVICE void multiply_run(float c[2][4], struct run r)
+{
+    multiply_16_bytes(c[0], r.low, r.high, r.hi);
+    multiply_16_bytes(c[1], r.low, r.high, r.lo);
+}
+
+DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t *hi,
+                       int n)
+{
+    float c[RUNS][2][4] = {{{ 0 }}};
+    int i = lane_id() * 8, whole = n / (RUN * RUNS) * (RUN * RUNS);
+    if (whole) {
+        struct run now[RUNS], next[RUNS];
+        for (int u = 0; u < RUNS; u++) now[u] = read_run(low, high, hi, n, i + RUN * u);
+        UNROLL(1)
+        for (int k = RUN * RUNS; k < whole; k += RUN * RUNS) {
+            for (int u = 0; u < RUNS; u++)
+                next[u] = read_run(low, high, hi, n, i + k + RUN * u);
+            for (int u = 0; u < RUNS; u++) multiply_run(c[u], now[u]), now[u] = next[u];
+        }
+        for (int u = 0; u < RUNS; u++) multiply_run(c[u], now[u]);
+    }
+    /* multiply what is left of the rows */
+    UNROLL(1)
+    for (int k = whole; k < n; k += RUN) {
+        struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
+        if (i + k < n) r = read_run(low, high, hi, n, i + k);
+        multiply_run(c[0], r);
+    }
+    /* add up the diagonal */
+    /* what a lane has of the diagonal */
+    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
+    struct pair sum = { 0, 0 };
+    for (int u = 0; u < 2 * RUNS; u++) {
+        const float *part = c[u / 2][u % 2];
+        sum.low += g % 2 ? part[1] : part[0];
+        sum.high += g % 2 ? part[3] : part[2];
+    }
+    if (!here) sum.low = sum.high = 0;
+    /* add up the lanes */
+    for (int m = 16; m; m /= 2) {
+        sum.low += shfl_xor_f32(sum.low, m);
+        sum.high += shfl_xor_f32(sum.high, m);
+    }
+    return sum;
+}
+
+/* packed: eight weights */
+enum { WINDOW = 16, LOWEST = 112 };   /* exponents: how many, and the first */
+
+DEVICE uint32_t upper_bytes(uint32_t tops)
+{
+    return (tops & 0x87878787u) | 0x38383838u;
+}
+
+DEVICE bits128 unpack(uint32_t first_bottoms, uint32_t second_bottoms, uint32_t tops)
+{
+    uint32_t first = upper_bytes(tops), second = upper_bytes(tops << 4 | tops >> 28);
+    bits128 w;
+    w.v[0] = pick_bytes(first_bottoms, first, 0x5140);
+    w.v[1] = pick_bytes(first_bottoms, first, 0x7362);
+    w.v[2] = pick_bytes(second_bottoms, second, 0x5140);
+    w.v[3] = pick_bytes(second_bottoms, second, 0x7362);
+    return w;
+}
+
+enum { STAND_IN = LOWEST << 7 };   /* 2^-15, as bf16 */
+
+DEVICE int outside(uint32_t w, int base)   /* of the window */
+{
+    return (w >> 7 & 0xffu) - (uint32_t)base >= (uint32_t)WINDOW;
+}
+
+DEVICE uint32_t into_window(uint32_t w, int base)
+{
+    uint32_t up = (uint32_t)(LOWEST - base) << 7;
+    return outside(w, base) ? STAND_IN : (w + up) & 0xffffu;
+}
+
+DEVICE uint32_t half_of(bits128 w, int i) { return w.v[i / 2] >> i % 2 * 16 & 0xffffu; }
+
+DEVICE uint32_t exceptions_in(bits128 w, int base)   /* a bit for each of the eight */
+{
+    uint32_t found = 0;
+    for (int i = 0; i < 8; i++) found |= (uint32_t)outside(half_of(w, i), base) << i;
+    return found;
+}
+
+/* packed: a row and its exceptions */
+struct row { const char *at; const struct matrix *m; int n; };   /* in shared memory */
+struct exceptions { float products, inputs; };   /* sums over them: of w x, and of x */
+
+DEVICE void add_exception(struct exceptions *e, uint32_t weight, int column,
+                          const uint16_t *hi, int n)
+{
+    float x = bf16_to_f32(hi[column]) + bf16_to_f32(hi[n + column]);
+    e->products = fmaf(bf16_to_f32((uint16_t)weight), x, e->products);
+    e->inputs += x;
+}
+
+DEVICE float corrected(float sum, struct exceptions e, float scale)
+{
+    float stand_in = bf16_to_f32(STAND_IN);
+    return fmaf(fmaf(-stand_in, e.inputs, sum), scale, e.products);
+}
+
+/* packed: what the consumers read */
+enum { STEP = RUN * RUNS };   /* columns that a warp does at once */
+struct bits64 { uint32_t v[2]; } __attribute__((aligned(8)));
+
+DEVICE int place_of(int c, int n)   /* of column c, among the eights as stored */
+{
+    int step = c / STEP * STEP, within = c - step;
+    if (step + STEP > n) return c / 8;
+    return step / 8 + within % RUN / 8 * RUNS + within / RUN;
+}
+#ifndef TWIN
+/* packed: sixteen weights of a row */
+struct sixteen { bits128 bottoms; struct bits64 tops; };
+
+DEVICE struct sixteen read_sixteen(struct row r, int k)   /* of the step from k on */
+{
+    struct sixteen s;
+    s.bottoms = *(const bits128 *)(r.at + k + 16 * lane_id());
+    s.tops = *(const struct bits64 *)(r.at + r.n + k / 2 + 8 * lane_id());
+    return s;
+}
+
+DEVICE bits128 eight_of(struct sixteen s, int u)   /* those of run u */
+{
+    return unpack(s.bottoms.v[2 * u], s.bottoms.v[2 * u + 1], s.tops.v[u]);
+}
+
+DEVICE bits128 eight_at(struct row r, int column)   /* of the eight from there on */
+{
+    int i = place_of(column, r.n);
+    struct bits64 bottoms = *(const struct bits64 *)(r.at + 8 * i);
+    return unpack(bottoms.v[0], bottoms.v[1], *(const uint32_t *)(r.at + r.n + 4 * i));
+}
+
+/* packed: the exceptions of a row */
+DEVICE struct exceptions exceptions_of(struct row r, const uint16_t *hi)
+{
+    const uint32_t *list = (const uint32_t *)(r.at + r.n / 2 * 3);
+    uint32_t count = list[0], room = (uint32_t)r.m->extra / 4 - 2;
+    struct exceptions e = { 0, 0 };
+    UNROLL(1)
+    for (uint32_t i = (uint32_t)lane_id(); i < count; i += 32) {
+        uint32_t one = i < room ? list[2 + i] : r.m->more[list[1] + i - room];
+        add_exception(&e, one, (int)(one >> 16), hi, r.n);
+    }
+    return e;
+}
+#else
+/* twin: sixteen weights of a row */
+struct sixteen { bits128 w[RUNS]; };   /* in the window already */
+
+DEVICE bits128 eight_in_window(struct row r, int column)
+{
+    bits128 w = *(const bits128 *)(r.at + 2 * column);
+    for (int i = 0; i < 4; i++)
+        w.v[i] = into_window(w.v[i] & 0xffffu, r.m->base)
+               | into_window(w.v[i] >> 16, r.m->base) << 16;
+    return w;
+}
+
+DEVICE struct sixteen read_sixteen(struct row r, int k)
+{
+    struct sixteen s;
+    for (int u = 0; u < RUNS; u++)
+        s.w[u] = eight_in_window(r, k + RUN * u + 8 * lane_id());
+    return s;
+}
+
+DEVICE bits128 eight_of(struct sixteen s, int u) { return s.w[u]; }
+
+DEVICE bits128 eight_at(struct row r, int column) { return eight_in_window(r, column); }
+
+/* twin: the exceptions of a row */
+DEVICE struct exceptions exceptions_of(struct row r, const uint16_t *hi)
+{
+    const uint16_t *weights = (const uint16_t *)r.at;
+    struct exceptions e = { 0, 0 };
+    int found = 0;
+    for (int column = 0; column < r.n; column++) {
+        uint32_t w = weights[column];
+        if (!outside(w, r.m->base)) continue;
+        if (found++ % 32 == lane_id()) add_exception(&e, w, column, hi, r.n);
+    }
+    return e;
+}
+#endif
+
+/* packed: the producer */
+/* stream: what the producer remembers */
+struct producer {
+    uint64_t policy;
+    int w;               /* the next slot */
+    uint32_t parities;   /* of each slot's empty barrier, a bit each */
+};
+
+/* stream: offer a slot, and move on */
+DEVICE void offer(struct shared *s, const struct producer *p, struct tag tag,
+                  uint32_t bytes)
+{
+    mbarrier_wait(s->empty + p->w, p->parities >> p->w & 1);
+    s->tag[p->w] = tag;
+    mbarrier_expect(s->full + p->w, bytes);
+}
+
+DEVICE void next_slot(const struct layer_args *a, struct producer *p, int used)
+{
+    p->parities ^= (uint32_t)used << p->w;
+    if (++p->w == a->g.warps) p->w = 0;
+}
+
+/* stream: copy rows into a slot */
+DEVICE void copy(const struct layer_args *a, struct shared *s, const struct producer *p,
+                 int64_t to, const uint16_t *from, int64_t elements)
+{
+    bulk_load(slot(a, p->w) + to, from, (uint32_t)(2 * elements), s->full + p->w,
+              p->policy);
+}
+
+/* packed: the rows of a chunk */
+/* stream: the pairs that a chunk has */
+DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t total)
+{
+    int64_t left = total - (int64_t)c * a->g.pairs[phase];
+    return (int)(left < a->g.pairs[phase] ? left : a->g.pairs[phase]);
+}
+
+/* stream: the width of a piece */
+DEVICE int64_t piece_width(const struct layer_args *a, int piece)
+{
+    int64_t left = a->ffn - (int64_t)piece * a->g.piece;
+    return left < a->g.piece ? left : a->g.piece;
+}
+
+DEVICE int columns_of(const struct layer_args *a, int phase, int piece)
+{
+    if (phase == DOWN) return (int)piece_width(a, piece);
+    return phase == OUT ? a->n_q * a->hd : (int)a->d;
+}
+
+DEVICE int row_bytes(const struct matrix *m, int n)
+{
+    return m->packed ? n / 2 * 3 + m->extra : 2 * n;
+}
+
+struct rows { int low, high, count; int64_t first_low, first_high; };  /* of matrices */
+
+DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
+{
+    int64_t first = (int64_t)c * a->g.pairs[phase];
+    if (phase == QKV) {
+        int half = a->hd / 2, bits = half == 64 ? 6 : 5;   /* half is 64 or 32 */
+        int head = (int)first >> bits, k = head - a->n_q, v = k - a->n_kv;
+        int W = k < 0 ? W_Q : v < 0 ? W_K : W_V;
+        int row = (k < 0 ? head : v < 0 ? k : v) * a->hd + ((int)first & (half - 1));
+        struct rows r = { W, W, a->g.pairs[QKV], row, row + half };
+        return r;
+    }
+    if (phase == GATE_UP) {
+        struct rows r = { W_GATE, W_UP, pairs_left(a, phase, c, a->ffn), first, first };
+        return r;
+    }
+    int W = phase == OUT ? W_O : W_DOWN, count = pairs_left(a, phase, c, a->d / 2);
+    struct rows r = { W, W, count, first, first + a->d / 2 };
+    return r;
+}
+
+/* packed: copy the rows of a chunk */
+struct side { const char *at; int64_t stride; int bytes; };   /* packed: stride 0 */
+
+DEVICE struct side side_of(const struct layer_args *a, int matrix, int n, int piece)
+{
+    const struct matrix *m = a->m + matrix;
+    struct side s = { m->at, m->packed ? 0 : m->stride, row_bytes(m, n) };
+    s.at += m->packed ? piece * a->d * row_bytes(m, a->g.piece)
+                      : 2 * (int64_t)piece * a->g.piece;
+    return s;
+}
+
+DEVICE void copy_rows(const struct layer_args *a, struct shared *s,
+                      const struct producer *p, int64_t to, struct side side,
+                      int64_t row, int count)
+{
+    int64_t half = side.bytes / 2;   /* copy() counts in bf16 */
+    if (!side.stride)
+        copy(a, s, p, to, (const uint16_t *)(side.at + row * side.bytes), count * half);
+    UNROLL(1)
+    for (int i = 0; i < count && side.stride; i++)
+        copy(a, s, p, to + i * side.bytes,
+             (const uint16_t *)(side.at + (row + i) * side.stride), half);
+}
+
+DEVICE void send(const struct layer_args *a, struct shared *s, struct producer *p,
+                 struct tag tag, struct rows r, struct side low, struct side high)
+{
+    int bytes = r.count * low.bytes;
+    offer(s, p, tag, (uint32_t)(bytes + r.count * high.bytes));
+    copy_rows(a, s, p, 0, low, r.first_low, r.count);
+    copy_rows(a, s, p, bytes, high, r.first_high, r.count);
+    next_slot(a, p, 1);
+}
+
+/* packed: produce a product */
+DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
+                         struct producer *p, int phase, int vector)
+{
+    int chunks = a->g.chunks[phase], step = (int)gridDim.x, part = 0;
+    int part_chunks = phase == GATE_UP ? a->g.piece / a->g.pairs[GATE_UP] : chunks;
+    int n = columns_of(a, phase, 0), first = first_chunk(a, phase);
+    struct side low = { 0, 0, 0 }, high = { 0, 0, 0 };
+    for (int c = first; c < chunks; c += step) {
+        struct rows r = rows_of(a, phase, c);
+        if (c == first || phase == QKV)
+            low = side_of(a, r.low, n, 0), high = side_of(a, r.high, n, 0);
+        while (c >= (part + 1) * part_chunks) part++;   /* of down, that it feeds */
+        int next = c + a->g.warps * step, last = next >= chunks;
+        struct tag tag = { phase, part, c, vector, last };
+        if (next >= (part + 1) * part_chunks) tag.last = 1;
+        send(a, s, p, tag, r, low, high);
+    }
+}
+
+DEVICE void produce_down(const struct layer_args *a, struct shared *s,
+                         struct producer *p, int piece, int vector)
+{
+    struct share share = share_of_down(a);
+    int n = columns_of(a, DOWN, piece);
+    struct side side = side_of(a, W_DOWN, n, piece);
+    while (p->w) next_slot(a, p, 0);   /* each of a row's pieces to the same warp */
+    for (int c = share.team; c < a->g.chunks[DOWN]; c += share.teams) {
+        int last = c + a->g.warps * share.teams >= a->g.chunks[DOWN];
+        struct tag tag = { DOWN, piece, c, vector, last };
+        send(a, s, p, tag, rows_of(a, DOWN, c), side, side);
+    }
+}
+
+/* stream: produce a unit of attention */
+DEVICE int produce_unit(const struct layer_args *a, struct shared *s,
+                        struct producer *p, struct span n, int64_t pos, int unit,
+                        int vector)   /* returns the next one */
+{
+    int group = unit % a->g.groups, kv = group / a->g.octets;
+    int split = unit / a->g.groups, start = first_tile(n, split);
+    int end = first_tile(n, split + 1);
+    for (int t = start; t < end; t++) {
+        int64_t first = (int64_t)t * TILE_KEYS, old = pos - first;
+        if (old > TILE_KEYS) old = TILE_KEYS;
+        int64_t at = (kv * a->pos.rows + first) * a->hd;
+        struct tag tag = { ATTEND, unit, t - start, vector + vector_of_tile(t - start),
+                           0 };
+        offer(s, p, tag, (uint32_t)(4 * old * a->hd));
+        if (old) {
+            copy(a, s, p, 0, a->k_cache + at, old * a->hd);
+            copy(a, s, p, 2 * TILE_KEYS * a->hd, a->v_cache + at, old * a->hd);
+        }
+        next_slot(a, p, 1);
+    }
+    return vector + vector_of_tile(end - start - 1) + 1;
+}
+
+/* stream: produce all of it, in order */
+DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
+{
+    struct producer p = { evict_first(), 0, ~0u };   /* every first wait passes */
+    struct span n = span_at(a, pos);
+    int vector = 0, units = units_of_block(a, n);
+    for (int phase = QKV; phase < DOWN; phase++)
+        if (phase != ATTEND) produce_rows(a, s, &p, phase, vector++);
+        else for (int u = 0; u < units; u++)
+            vector = produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x),
+                                  vector);
+    for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
+         piece += (int)gridDim.x)
+        produce_down(a, s, &p, piece, vector++);
+    for (int w = 0; w < a->g.warps; w++) {
+        struct tag end = { THE_END, 0, 0, 0, 0 };
+        offer(s, &p, end, 0);
+        next_slot(a, &p, 1);
+    }
+}
+
+/* stream: the loaders */
+/* stream: count what is done, and wait for it */
+DEVICE void wait_for_phase(const struct layer_args *a, int phase, int part,
+                           uint32_t launch, int each)
+{
+    if (loader_thread(a) == 0)
+        wait_at_least(counter(a, phase, part), (launch + 1) * (uint32_t)each);
+    loaders_meet();
+}
+
+DEVICE void publish(const struct layer_args *a, struct shared *s, uint32_t vector)
+{
+    loaders_meet();
+    if (loader_thread(a) == 0) publish_in_block(&s->vectors, vector);
+}
+
+/* stream: put a vector in place */
+struct eight { float v[8]; };
+
+DEVICE void split(const struct eight *x, uint16_t *hi, uint16_t *lo)
+{
+    bits128 h, l;
+    for (int i = 0; i < 4; i++) {
+        float a = x->v[2 * i], b = x->v[2 * i + 1];
+        h.v[i] = pack_bf16(a, b);
+        l.v[i] = pack_bf16(a - bits_f32(h.v[i] << 16),
+                           b - bits_f32(h.v[i] & 0xffff0000u));
+    }
+    *(bits128 *)hi = h;
+    *(bits128 *)lo = l;
+}
+
+/* stream: read eight numbers */
+DEVICE struct eight eight_bf16(bits128 b)
+{
+    struct eight x;
+    for (int i = 0; i < 4; i++) {
+        x.v[2 * i] = bits_f32(b.v[i] << 16);
+        x.v[2 * i + 1] = bits_f32(b.v[i] & 0xffff0000u);
+    }
+    return x;
+}
+
+DEVICE struct eight eight_f32(bits128 low, bits128 high)
+{
+    struct eight x;
+    for (int i = 0; i < 4; i++) {
+        x.v[i] = bits_f32(low.v[i]);
+        x.v[4 + i] = bits_f32(high.v[i]);
+    }
+    return x;
+}
+
+DEVICE float weigh(struct eight *x, bits128 weight, float squares)
+{
+    struct eight w = eight_bf16(weight);
+    for (int i = 0; i < 8; i++) {
+        squares = fmaf(x->v[i], x->v[i], squares);
+        x->v[i] *= w.v[i];
+    }
+    return squares;
+}
+
+enum { IN_FLIGHT = 4 };   /* eights that a loader has in flight */
+
+APART void put_vector(const struct layer_args *a, struct shared *s, const float *f,
+                      const uint16_t *b, const uint16_t *weight, int64_t n)
+{
+    uint16_t *hi = (uint16_t *)vector_area(), *lo = hi + n;
+    float squares = 0;
+    UNROLL(1)
+    for (int64_t i = loader_thread(a) * 8; i - loader_thread(a) * 8 < n;
+         i += 8 * LOADERS * IN_FLIGHT) {
+        bits128 x[IN_FLIGHT][2], w[IN_FLIGHT];   /* as read: float or bf16; bf16 */
+        /* fetch the eights and their weights */
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            int64_t j = i + 8 * LOADERS * u;
+            if (j >= n) break;
+            x[u][0] = load_16(f ? (const void *)(f + j) : b + j);
+            if (f) x[u][1] = load_16(f + j + 4);
+            if (weight) w[u] = load_16(weight + j);
+        }
+        if (b && i < 8 * LOADERS) {
+            __syncwarp();
+            named_barrier_arrive(2, LOADERS + 32);
+        }
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            int64_t j = i + 8 * LOADERS * u;
+            struct eight e = f ? eight_f32(x[u][0], x[u][1]) : eight_bf16(x[u][0]);
+            if (j >= n) break;
+            if (weight) squares = weigh(&e, w[u], squares);
+            split(&e, hi + j, lo + j);
+        }
+    }
+    if (!weight && loader_thread(a) == 0) s->scale = 1;
+    if (weight) {
+        /* add up the squares and set the scale */
+        for (int m = 16; m; m /= 2) squares += shfl_xor_f32(squares, m);
+        if (lane_id() == 0) s->sums[loader_thread(a) / 32] = squares;
+        loaders_meet();
+        squares = 0;
+        for (int i = 0; i < LOADER_WARPS; i++) squares += s->sums[i];
+        if (loader_thread(a) == 0) s->scale = rsqrtf(squares / (float)n + a->eps);
+    }
+}
+
+/* stream: attend a unit */
+/* stream: put the queries of a unit in place */
+DEVICE int heads_of(const struct layer_args *a, int group, int *first)
+{
+    int rep = a->n_q / a->n_kv, octet = group % a->g.octets;
+    *first = group / a->g.octets * rep + octet * HEADS;
+    return rep - octet * HEADS < HEADS ? rep - octet * HEADS : HEADS;
+}
+
+DEVICE void put_queries(const struct layer_args *a, int group)
+{
+    uint16_t *hi = unit_queries(a), *lo = hi + HEADS * a->hd;
+    int first, heads = heads_of(a, group, &first);
+    for (int i = loader_thread(a) * 8; i < HEADS * a->hd; i += 8 * LOADERS) {
+        struct eight q = {{ 0 }};
+        const float *from = a->roped_q + first * a->hd + i;
+        if (i < heads * a->hd) q = eight_f32(load_16(from), load_16(from + 4));
+        for (int j = 0; j < 8; j++) q.v[j] *= a->score_scale;
+        split(&q, hi + i, lo + i);
+    }
+}
+
+/* stream: wait for some tiles */
+DEVICE void wait_for_tiles(struct shared *s, int first, int count, uint32_t *parities)
+{
+    UNROLL(1)
+    for (int i = first; i < first + count; i++) {
+        mbarrier_wait(s->tiles + i, *parities >> i & 1);
+        *parities ^= 1u << i;
+    }
+}
+
+/* stream: merge the tiles of a unit */
+struct merged { float max, weight, sum[4]; };
+
+DEVICE void merge(struct merged *m, float max, float weight, bits128 sum)
+{
+    float larger = fmaxf(m->max, max), base = base_of(larger);
+    float e = expf(m->max - base), f = expf(max - base);
+    m->weight = e * m->weight + f * weight;
+    for (int j = 0; j < 4; j++) m->sum[j] = e * m->sum[j] + f * bits_f32(sum.v[j]);
+    m->max = larger;
+}
+
+DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, struct merged *m,
+                        int first, int count)
+{
+    int head = loader_thread(a) / 32, i = lane_id() * 4;
+    if (i >= a->hd) return;
+    UNROLL(1)
+    for (int t = first; t < first + count; t++)
+        merge(m, s->tile_max[t][head], s->tile_weight[t][head],
+              *(const bits128 *)(tile_sums(a, t) + head * a->hd + i));
+}
+
+DEVICE void store_unit(const struct layer_args *a, const struct merged *m, int group,
+                       int split)
+{
+    int head = loader_thread(a) / 32, i = lane_id() * 4;
+    int64_t at = ((int64_t)group * a->g.max_units + split) * HEADS + head;
+    if (i >= a->hd) return;
+    for (int j = 0; j < 4; j++) a->unit_sum[at * a->hd + i + j] = m->sum[j];
+    if (i == 0) a->unit_max[at] = m->max, a->unit_weight[at] = m->weight;
+}
+
+/* stream: merge the units of a group */
+enum { FETCH = 6 };   /* units in flight */
+
+/* stream: fetch some units and merge them */
+DEVICE void merge_some(const struct layer_args *a, struct merged *m, int64_t first,
+                       int left, int head, int i)
+{
+    int k = lane_id(), mine = k < left && k < FETCH;
+    bits128 sum[FETCH];
+    float max = mine ? a->unit_max[(first + k) * HEADS + head] : -INFINITY;
+    float weight = mine ? a->unit_weight[(first + k) * HEADS + head] : 0;
+    const float *from = a->unit_sum + (first * HEADS + head) * a->hd + i;
+    UNROLL(6)
+    for (int u = 0; u < FETCH; u++)
+        if (u < left && i < a->hd) sum[u] = load_16(from + u * HEADS * a->hd);
+    /* scale what was merged before, and this lane's unit, to the larger maximum */
+    float larger = fmaxf(m->max, max);
+    for (int s = 16; s; s /= 2) larger = fmaxf(larger, shfl_xor_f32(larger, s));
+    float base = base_of(larger);
+    float e = mine ? expf(max - base) : 0, old = expf(m->max - base);
+    m->max = larger, m->weight *= old;
+    for (int j = 0; j < 4; j++) m->sum[j] *= old;
+    UNROLL(6)
+    for (int u = 0; u < FETCH; u++) {
+        float f = shfl_f32(e, u);
+        m->weight = fmaf(f, shfl_f32(weight, u), m->weight);
+        for (int j = 0; j < 4 && u < left; j++)
+            m->sum[j] = fmaf(f, bits_f32(sum[u].v[j]), m->sum[j]);
+    }
+}
+
+DEVICE void merge_units(const struct layer_args *a, struct span n, int group)
+{
+    int first, heads = heads_of(a, group, &first), head = loader_thread(a) / 32;
+    int i = lane_id() * 4;
+    if (head < heads) {
+        struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
+        UNROLL(1)
+        for (int u = 0; u < n.units; u += FETCH)
+            merge_some(a, &m, group * a->g.max_units + u, n.units - u, head, i);
+        for (int j = 0; j < 4 && i < a->hd; j++)
+            a->attended[(first + head) * a->hd + i + j] = m.sum[j] / m.weight;
+    }
+    loaders_meet();
+    if (loader_thread(a) == 0) atomic_add_release(counter(a, ATTEND, 0), 1);
+}
+
+DEVICE uint32_t attend_unit(const struct layer_args *a, struct shared *s, struct span n,
+                            int unit, uint32_t *parities, uint32_t vector)
+{                                        /* returns the last vector that it published */
+    int group = unit % a->g.groups, split = unit / a->g.groups, t = loader_thread(a);
+    int tiles = first_tile(n, split + 1) - first_tile(n, split);
+    int step = tiles > UNIT_TILES ? 1 : tiles;
+    struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
+    put_queries(a, group);
+    publish(a, s, ++vector);
+    UNROLL(1)
+    for (int i = 0; i < tiles; i += step) {
+        wait_for_tiles(s, i % UNIT_TILES, step, parities);
+        merge_tiles(a, s, &m, i % UNIT_TILES, step);
+        if (i + UNIT_TILES < tiles) publish(a, s, ++vector);
+    }
+    store_unit(a, &m, group, split);
+    /* tell the others that the unit is done */
+    loaders_meet();
+    if (t == 0) {
+        s->arrived = atomic_add_acq_rel(a->units_done + group * LINE, 1);
+        if (s->arrived + 1 == (uint32_t)n.units)
+            store_relaxed(a->units_done + group * LINE, 0);   /* for the next step */
+    }
+    loaders_meet();
+    if (s->arrived + 1 == (uint32_t)n.units) merge_units(a, n, group);
+    loaders_meet();
+    return vector;
+}
+
+APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t pos)
+{
+    uint32_t launch = a->launches[blockIdx.x];
+    uint32_t vector = 0, parities = 0;   /* of the places of tiles, a bit each */
+    struct span n = span_at(a, pos);
+    int t = loader_thread(a);
+    put_vector(a, s, 0, a->x, a->in_norm, a->d);
+    publish(a, s, ++vector);
+    if (units_of_block(a, n)) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);
+    for (int u = (int)blockIdx.x; u < n.units * a->g.groups; u += (int)gridDim.x)
+        vector = attend_unit(a, s, n, u, &parities, vector);
+    wait_for_phase(a, ATTEND, 0, launch, a->g.groups);
+    put_vector(a, s, a->attended, 0, 0, (int64_t)a->n_q * a->hd);
+    publish(a, s, ++vector);
+    wait_for_phase(a, OUT, 0, launch, a->g.chunks[OUT]);
+    put_vector(a, s, a->x1, 0, a->post_norm, a->d);
+    publish(a, s, ++vector);
+    /* put the pieces of the gated vector in place */
+    int before = -1;
+    for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
+         piece += (int)gridDim.x) {
+        int rows = (int)piece_width(a, piece) / a->g.pairs[GATE_UP];
+        wait_for_phase(a, GATE_UP, piece, launch, rows);
+        if (t == 0) wait_in_block(&s->gated, (uint32_t)chunks_of_block(a, GATE_UP));
+        if (before >= 0) wait_for_phase(a, DOWN, before, launch, a->g.chunks[DOWN]);
+        loaders_meet();
+        put_vector(a, s, a->act + (int64_t)piece * a->g.piece, 0, 0, piece_width(a, piece));
+        publish(a, s, ++vector);
+        before = piece;
+    }
+    if (t == 0) a->launches[blockIdx.x] = launch + 1;
+}
+
+/* packed: the consumers */
+/* packed: the diagonal product */
+struct step { struct sixteen low, high; };
+
+DEVICE struct step read_step(struct row low, struct row high, int k)
+{
+    struct step s = { read_sixteen(low, k), read_sixteen(high, k) };
+    return s;
+}
+
+DEVICE void multiply_step(float c[RUNS][2][4], struct step s, const uint16_t *x, int n)
+{
+    struct run r[RUNS];
+    for (int u = 0; u < RUNS; u++) {
+        r[u].hi = *(const bits128 *)(x + RUN * u);
+        r[u].lo = *(const bits128 *)(x + RUN * u + n);
+    }
+    for (int u = 0; u < RUNS; u++) {
+        r[u].low = eight_of(s.low, u), r[u].high = eight_of(s.high, u);
+        multiply_run(c[u], r[u]);
+    }
+}
+
+DEVICE struct pair packed_dot(struct row low, struct row high, const uint16_t *hi)
+{
+    float c[RUNS][2][4] = {{{ 0 }}};
+    int n = low.n, whole = n / STEP * STEP;
+    if (whole) {
+        const uint16_t *x = hi + 8 * lane_id();
+        struct step now = read_step(low, high, 0);
+        UNROLL(1)
+        for (int k = STEP; k < whole; k += STEP, x += STEP) {
+            struct step next = read_step(low, high, k);
+            multiply_step(c, now, x, n);
+            now = next;
+        }
+        multiply_step(c, now, x, n);
+    }
+    /* packed: multiply what is left of the rows */
+    UNROLL(1)
+    for (int k = whole; k < n; k += RUN) {
+        struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
+        int i = k + 8 * lane_id();
+        if (i < n) {
+            r.low = eight_at(low, i), r.high = eight_at(high, i);
+            r.hi = *(const bits128 *)(hi + i), r.lo = *(const bits128 *)(hi + n + i);
+        }
+        multiply_run(c[0], r);
+    }
+    /* what a lane has of the diagonal */
+    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
+    struct pair sum = { 0, 0 };
+    for (int u = 0; u < 2 * RUNS; u++) {
+        const float *part = c[u / 2][u % 2];
+        sum.low += g % 2 ? part[1] : part[0];
+        sum.high += g % 2 ? part[3] : part[2];
+    }
+    if (!here) sum.low = sum.high = 0;
+    sum.low = corrected(sum.low, exceptions_of(low, hi), low.m->scale);
+    sum.high = corrected(sum.high, exceptions_of(high, hi), high.m->scale);
+    /* add up the lanes */
+    for (int m = 16; m; m /= 2) {
+        sum.low += shfl_xor_f32(sum.low, m);
+        sum.high += shfl_xor_f32(sum.high, m);
+    }
+    return sum;
+}
+
+DEVICE bits128 any_eight(struct row r, int column)
+{
+    return r.m->base ? eight_at(r, column) : *(const bits128 *)(r.at + 2 * column);
+}
+
+APART struct pair mixed_dot(const char *at_low, const char *at_high,
+                            const struct matrix *m_low, const struct matrix *m_high,
+                            const uint16_t *hi, int n)
+{
+    struct row low = { at_low, m_low, n }, high = { at_high, m_high, n };
+    float c[RUNS][2][4] = {{{ 0 }}};
+    UNROLL(1)
+    for (int k = 0; k < n; k += RUN) {
+        struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
+        int i = k + 8 * lane_id(), odd = k < n / STEP * STEP && k / RUN % RUNS;
+        if (i < n) {
+            r.low = any_eight(low, i), r.high = any_eight(high, i);
+            r.hi = *(const bits128 *)(hi + i), r.lo = *(const bits128 *)(hi + n + i);
+        }
+        if (odd) multiply_run(c[1], r);
+        else multiply_run(c[0], r);
+    }
+    /* what a lane has of the diagonal */
+    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
+    struct pair sum = { 0, 0 };
+    for (int u = 0; u < 2 * RUNS; u++) {
+        const float *part = c[u / 2][u % 2];
+        sum.low += g % 2 ? part[1] : part[0];
+        sum.high += g % 2 ? part[3] : part[2];
+    }
+    if (!here) sum.low = sum.high = 0;
+    if (m_low->base) sum.low = corrected(sum.low, exceptions_of(low, hi), m_low->scale);
+    if (m_high->base)
+        sum.high = corrected(sum.high, exceptions_of(high, hi), m_high->scale);
+    /* add up the lanes */
+    for (int m = 16; m; m /= 2) {
+        sum.low += shfl_xor_f32(sum.low, m);
+        sum.high += shfl_xor_f32(sum.high, m);
+    }
+    return sum;
+}
+
+/* stream: what becomes of a sum */
+DEVICE int pairs_in(const struct layer_args *a, int phase, int c)
+{
+    if (phase == QKV) return a->g.pairs[QKV];
+    return pairs_left(a, phase, c, phase == GATE_UP ? a->ffn : a->d / 2);
+}
+
+DEVICE void store_x1(const struct layer_args *a, int64_t i, struct pair y)
+{
+    int64_t j = i + a->d / 2;
+    a->x1[i] = bf16_to_f32(a->x[i]) + y.low;
+    a->x1[j] = bf16_to_f32(a->x[j]) + y.high;
+}
+
+DEVICE void store_act(const struct layer_args *a, int64_t i, struct pair y)
+{
+    a->act[i] = y.low / (1 + expf(-y.low)) * y.high;   /* gate, up */
+}
+
+DEVICE void store_piece(const struct layer_args *a, int piece, int64_t i, struct pair y)
+{
+    a->piece_sum[piece * a->d + i] = y.low;
+    a->piece_sum[piece * a->d + i + a->d / 2] = y.high;
+}
+
+/* RoPE of one pair */
+DEVICE void rotate(float *low, float *high, int64_t pos, double turn)
+{
+    double turns = (double)pos * turn * 0.15915494309189533577;   /* 1 / 2 pi */
+    float x = (float)(2 * (turns - rint(turns)));                 /* within -1 .. 1 */
+    float c = cospif(x), s = sinpif(x), a = *low, b = *high;
+    *low = a * c - b * s;
+    *high = b * c + a * s;
+}
+
+DEVICE void store_qkv(const struct layer_args *a, int64_t pos, int64_t pair,
+                      struct pair y)
+{
+    int half = a->hd / 2, head = (int)(pair / half), i = (int)(pair % half);
+    int is_q = head < a->n_q, is_v = head >= a->n_q + a->n_kv;
+    if (!is_v) rotate(&y.low, &y.high, pos, a->turn[i]);
+    if (is_q) {
+        a->roped_q[head * a->hd + i] = y.low;
+        a->roped_q[head * a->hd + i + half] = y.high;
+        return;
+    }
+    uint16_t *cache = is_v ? a->v_cache : a->k_cache;
+    int64_t at = ((head - a->n_q) % a->n_kv * a->pos.rows + pos) * a->hd + i;
+    cache[at] = f32_to_bf16(y.low);
+    cache[at + half] = f32_to_bf16(y.high);
+}
+
+/* stream: add up the pieces */
+DEVICE void add_pieces(const struct layer_args *a, int64_t row)
+{
+    float sum = a->x1[row];
+    UNROLL(4)
+    for (int p = 0; p < a->g.pieces; p++) sum += a->piece_sum[p * a->d + row];
+    a->x_out[row] = f32_to_bf16(sum);
+}
+
+DEVICE void finish_down(const struct layer_args *a, struct tag tag, int w)
+{
+    struct share share = share_of_down(a);
+    uint32_t before = 0, *count = a->pieces_done + share.team * MAX_WARPS + w;
+    if (lane_id() == 0) before = atomic_add_acq_rel(count, 1);
+    before = shfl_u32(before, 0);
+    if (before + 1 != (uint32_t)a->g.pieces) return;
+    if (lane_id() == 0) store_relaxed(count, 0);   /* for the next step */
+    __syncwarp();
+    int step = share.teams * a->g.warps, first = tag.item % step;
+    int pairs = a->g.pairs[DOWN], chunks = (a->g.chunks[DOWN] - first - 1) / step + 1;
+    UNROLL(1)
+    for (int i = lane_id(); i < chunks * pairs; i += 32) {
+        int64_t row = (int64_t)(first + i / pairs * step) * pairs + i % pairs;
+        if (row >= a->d / 2) continue;
+        add_pieces(a, row);
+        add_pieces(a, row + a->d / 2);
+    }
+}
+
+/* packed: multiply the rows of a chunk */
+DEVICE void multiply_chunk(const struct layer_args *a, struct shared *s, int64_t pos,
+                           int w, struct tag tag)
+{
+    const uint16_t *vector = (const uint16_t *)vector_area();
+    struct rows r = rows_of(a, tag.phase, tag.item);
+    int count = r.count, n = columns_of(a, tag.phase, tag.part);
+    struct row low = { slot(a, w), a->m + r.low, n }, high = { 0, a->m + r.high, n };
+    int low_bytes = row_bytes(low.m, n), high_bytes = row_bytes(high.m, n);
+    high.at = low.at + count * low_bytes;
+    struct pair mine = { 0, 0 };
+    UNROLL(1)
+    for (int i = 0; i < count; i++) {
+        struct pair sum = low.m->base && high.m->base ? packed_dot(low, high, vector)
+            : mixed_dot(low.at, high.at, low.m, high.m, vector, n);
+        if (lane_id() == i) mine = sum;
+        low.at += low_bytes, high.at += high_bytes;
+    }
+    mine.low *= s->scale, mine.high *= s->scale;
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(s->empty + w);
+    /* store the sums */
+    if (lane_id() < count) {
+        int64_t i = (int64_t)tag.item * a->g.pairs[tag.phase] + lane_id();
+        if (tag.phase == QKV) store_qkv(a, pos, i, mine);
+        else if (tag.phase == OUT) store_x1(a, i, mine);
+        else if (tag.phase == GATE_UP) store_act(a, i, mine);
+        else store_piece(a, tag.part, i, mine);
+    }
+    __syncwarp();
+}
+
+/* stream: attend a tile */
+/* stream: fetch the row that is being written */
+DEVICE void fetch_row(const struct layer_args *a, uint16_t *K, uint16_t *V, int kv,
+                      int64_t pos, int row)
+{
+    int i = lane_id() % 16 * 8;
+    const uint16_t *cache = lane_id() < 16 ? a->k_cache : a->v_cache;
+    uint16_t *to = lane_id() < 16 ? K : V;
+    if (i < a->hd)
+        *(bits128 *)(to + row * a->hd + i)
+            = load_16(cache + (kv * a->pos.rows + pos) * a->hd + i);
+    __syncwarp();
+}
+
+/* stream: the softmax of a tile */
+enum { SIXTEENS = TILE_KEYS / 16, P_ROW = TILE_KEYS + 8 };
+
+DEVICE void put_weight(uint16_t *p, float e)   /* hi, and lo behind all the hi */
+{
+    uint16_t hi = f32_to_bf16(e);
+    p[0] = hi;
+    p[HEADS * P_ROW] = f32_to_bf16(e - bf16_to_f32(hi));
+}
+
+DEVICE void soften(struct shared *s, float score[SIXTEENS][4], uint16_t *p, int tile)
+{
+    int g = lane_id() / 4, t = lane_id() % 4;
+    for (int j = 0; j < 2; j++) {
+        float max = -INFINITY, sum = 0;
+        for (int m = 0; m < SIXTEENS; m++)
+            max = fmaxf(max, fmaxf(score[m][j], score[m][2 + j]));
+        for (int m = 4; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+        float base = base_of(max);
+        for (int m = 0; m < SIXTEENS; m++) {
+            float e = expf(score[m][j] - base), f = expf(score[m][2 + j] - base);
+            put_weight(p + (2 * t + j) * P_ROW + 16 * m + g, e);
+            put_weight(p + (2 * t + j) * P_ROW + 16 * m + g + 8, f);
+            sum += e + f;
+        }
+        for (int m = 4; m < 32; m *= 2) sum += shfl_xor_f32(sum, m);
+        if (g) continue;
+        s->tile_max[tile][2 * t + j] = max;
+        s->tile_weight[tile][2 * t + j] = sum;
+    }
+}
+
+/* stream: score a tile */
+DEVICE float add_low(float hi, float lo)   /* a score that has overflowed stays so */
+{
+    return fabsf(hi) == INFINITY ? hi : hi + lo;
+}
+
+DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K,
+                       int keys, int tile)
+{
+    int g = lane_id() / 4, t = lane_id() % 4;
+    const uint16_t *hi = unit_queries(a) + g * a->hd, *lo = hi + HEADS * a->hd;
+    float score[SIXTEENS][4], c[SIXTEENS][2][4] = {{{ 0 }}};
+    UNROLL(1)
+    for (int i = 8 * t; i < a->hd; i += 32) {
+        bits128 q = *(const bits128 *)(hi + i), r = *(const bits128 *)(lo + i);
+        for (int m = 0; m < SIXTEENS; m++) {
+            /* multiply sixteen keys by the queries */
+            const uint16_t *key = K + (16 * m + g) * a->hd + i;
+            bits128 x = *(const bits128 *)key, y = *(const bits128 *)(key + 8 * a->hd);
+            multiply_16_bytes(c[m][0], x, y, q);
+            multiply_16_bytes(c[m][1], x, y, r);
+        }
+    }
+    for (int m = 0; m < SIXTEENS; m++)
+        for (int i = 0; i < 4; i++) {
+            float sum = add_low(c[m][0][i], c[m][1][i]);
+            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? sum : -INFINITY;
+        }
+    __syncwarp();
+    soften(s, score, K, tile);
+    __syncwarp();
+}
+
+/* stream: sum a tile */
+DEVICE uint32_t two_values(const uint16_t *V, int hd, int key, int keys, int i)
+{
+    return key < keys ? *(const uint32_t *)(V + key * hd + i) : 0;
+}
+
+DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+
+DEVICE uint32_t high_halves(uint32_t a, uint32_t b)
+{
+    return a >> 16 | (b & 0xffff0000u);
+}
+
+DEVICE void sum_tile(const struct layer_args *a, const uint16_t *p, const uint16_t *V,
+                     int keys, int tile)
+{
+    int g = lane_id() / 4, t = lane_id() % 4, hd = a->hd;
+    uint32_t weight[SIXTEENS][2][4] = {{{ 0 }}};   /* hi, lo; rows 8 to 15 are zero */
+    for (int m = 0; m < SIXTEENS; m++)
+        for (int i = 0; i < 4; i++)
+            weight[m][i % 2][i / 2 * 2] = *(const uint32_t *)(
+                p + (i % 2 * HEADS + g) * P_ROW + 16 * m + 2 * t + i / 2 * 8);
+    UNROLL(1)
+    for (int i = 0; i < hd; i += 16) {
+        float c[2][2][4] = {{{ 0 }}};              /* even, odd; hi, lo */
+        for (int m = 0; m < SIXTEENS; m++) {
+            /* multiply the weights by the values of sixteen keys */
+            uint32_t v[4];
+            for (int j = 0; j < 4; j++)
+                v[j] = two_values(V, hd, 16 * m + 2 * t + j % 2 + j / 2 * 8, keys, i + 2 * g);
+            uint32_t even[2] = { low_halves(v[0], v[1]), low_halves(v[2], v[3]) };
+            uint32_t odd[2] = { high_halves(v[0], v[1]), high_halves(v[2], v[3]) };
+            for (int j = 0; j < 2; j++) {
+                mma_bf16(c[0][j], weight[m][j], even);
+                mma_bf16(c[1][j], weight[m][j], odd);
+            }
+        }
+        float *out = tile_sums(a, tile) + g * hd + i + 4 * t;
+        for (int j = 0; j < 4; j++) out[j] = c[j % 2][0][j / 2] + c[j % 2][1][j / 2];
+    }
+}
+
+APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos, int w,
+                        struct tag tag)
+{
+    uint16_t *K = (uint16_t *)slot(a, w), *V = K + TILE_KEYS * a->hd;
+    int split = tag.part / a->g.groups, group = tag.part % a->g.groups;
+    int64_t tile = first_tile(span_at(a, pos), split) + tag.item;
+    int64_t first = tile * TILE_KEYS;
+    int keys = pos - first < TILE_KEYS ? (int)(pos - first) + 1 : TILE_KEYS;
+    int place = tag.item % UNIT_TILES;
+    if (first + keys - 1 == pos) fetch_row(a, K, V, group / a->g.octets, pos, keys - 1);
+    score_tile(a, s, K, keys, place);
+    sum_tile(a, K, V, keys, place);
+    proxy_fence();
+    __syncwarp();
+    if (lane_id() == 0) {
+        mbarrier_arrive(s->empty + w);
+        mbarrier_arrive(s->tiles + place);
+    }
+}
+
+/* stream: a consumer's life */
+DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, int w)
+{
+    uint32_t chunks = 0;   /* finished and not yet counted */
+    int timed = -1;        /* the phase whose start this warp has marked */
+    for (uint32_t parity = 0;; parity ^= 1) {
+        mbarrier_wait(s->full + w, parity);
+        struct tag tag = s->tag[w];
+        if (tag.phase == THE_END) return;
+        if (lane_id() == 0) wait_in_block(&s->vectors, (uint32_t)tag.vector + 1);
+        __syncwarp();
+        if (tag.phase != timed) MARK(a, START, timed = tag.phase);
+        if (tag.phase == ATTEND) {
+            attend_tile(a, s, pos, w, tag);
+            MARK(a, END, ATTEND);
+            continue;
+        }
+        multiply_chunk(a, s, pos, w, tag);
+        MARK(a, END, tag.phase);
+        chunks++;
+        if (!tag.last) continue;
+        /* count this warp's chunks of the phase */
+        if (tag.phase == GATE_UP && lane_id() == 0) add_in_block(&s->gated, chunks);
+        if (tag.phase == DOWN) finish_down(a, tag, w);
+        if (lane_id() == 0 && (tag.phase != DOWN || a->g.pieces > (int)gridDim.x))
+            atomic_add_release(counter(a, tag.phase, tag.part), chunks);
+        chunks = 0;
+    }
+}
+
+/* stream: the kernel */
+KERNEL THREADS(32 * (MAX_WARPS + LOADER_WARPS + 1))
+whole_layer(const IN_PLACE struct layer_args a)
+{
+    int64_t pos = position(a.pos);
+    if (pos < 0) {
+        /* fill the result with NaN and remember */
+        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
+             i += gridDim.x * blockDim.x)
+            a.x_out[i] = 0x7fc0;
+        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
+        return;
+    }
+    struct shared *s = block_state();
+    int warp = (int)threadIdx.x / 32;
+    /* stream: prepare the barriers */
+    if (threadIdx.x == 0) {
+        for (int w = 0; w < a.g.warps; w++) {
+            mbarrier_init(s->full + w, 1);
+            mbarrier_init(s->empty + w, 1);
+        }
+        for (int i = 0; i < UNIT_TILES; i++) mbarrier_init(s->tiles + i, 1);
+        s->vectors = s->gated = 0;
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (warp < a.g.warps) consume(&a, s, pos, warp);
+    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&a, s, pos);
+    else {
+        named_barrier_sync(2, LOADERS + 32);   /* the loaders' first reads go ahead */
+        if (threadIdx.x % 32 == 0) produce(&a, s, pos);
+    }
+}
+CPU_KERNEL(whole_layer, struct layer_args)
+
+/* packed: the kernels that pack */
+KERNEL count_exponents(struct pack_args a)   /* 256 threads; rows without gaps */
+{
+    uint32_t *count = (uint32_t *)shared_memory();
+    int64_t first = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t step = (int64_t)gridDim.x * blockDim.x;
+    count[threadIdx.x] = 0;
+    __syncthreads();
+    for (int64_t i = first; i < a.rows * a.stride / 8; i += step) {
+        bits128 w = load_16(a.from + 8 * i);
+        for (int j = 0; j < 8; j++)
+            add_in_block(count + (half_of(w, j) >> 7 & 0xffu), 1);
+    }
+    __syncthreads();
+    atomic_add_relaxed(a.exponents + threadIdx.x, count[threadIdx.x]);
+}
+CPU_KERNEL(count_exponents, struct pack_args)
+#ifndef TWIN
+/* packed: pack the rows */
+/* packed: pack eight weights */
+DEVICE void pack_eight(bits128 w, int base, char *row, int n, int place)
+{
+    struct bits64 bottoms;
+    for (int i = 0; i < 4; i++)
+        w.v[i] = into_window(w.v[i] & 0xffffu, base)
+               | into_window(w.v[i] >> 16, base) << 16;
+    bottoms.v[0] = pick_bytes(w.v[0], w.v[1], 0x6420);
+    bottoms.v[1] = pick_bytes(w.v[2], w.v[3], 0x6420);
+    uint32_t first = pick_bytes(w.v[0], w.v[1], 0x7531) & 0x87878787u;
+    uint32_t second = pick_bytes(w.v[2], w.v[3], 0x7531) & 0x87878787u;
+    *(struct bits64 *)(row + 8 * place) = bottoms;
+    *(uint32_t *)(row + n + 4 * place) = first | second >> 4 | second << 28;
+}
+
+/* packed: list the exceptions of a row */
+DEVICE void list_exceptions(const struct pack_args *a, const uint16_t *from,
+                            uint32_t *list, uint32_t *more, uint32_t room)
+{
+    uint32_t found = 0;
+    for (int k = 0; k < a->n; k += RUN) {
+        int c = k + 8 * lane_id();
+        uint32_t mine = c < a->n ? exceptions_in(load_16(from + c), a->base) : 0;
+        int any = mine != 0;
+        uint32_t who = ballot(any);
+        for (int lane = 0; lane < 32 && who >> lane; lane++) {
+            uint32_t its = shfl_u32(mine, lane);
+            for (int j = 0; j < 8; j++) {
+                if (!(its >> j & 1)) continue;
+                uint32_t *to = found < room ? list + found : more + found - room;
+                if (lane == lane_id()) *to = (uint32_t)(c + j) << 16 | from[c + j];
+                found++;
+            }
+        }
+    }
+}
+
+DEVICE void pack_row(const struct pack_args *a, const uint16_t *from, char *to)
+{
+    int n = a->n, odd = 0;
+    uint32_t more = 0, room = (uint32_t)a->extra / 4 - 2;
+    uint32_t *list = (uint32_t *)(to + n / 2 * 3);
+    for (int c = 8 * lane_id(); c < n; c += RUN) {
+        bits128 w = load_16(from + c);
+        pack_eight(w, a->base, to, n, place_of(c, n));
+        for (int j = 0; j < 8; j++) odd += outside(half_of(w, j), a->base);
+    }
+    uint32_t count = (uint32_t)odd;
+    for (int m = 16; m; m /= 2) count += shfl_xor_u32(count, m);
+    if (lane_id() == 0) {
+        if (count > room) more = atomic_add_relaxed(a->used, count - room);
+        list[0] = count, list[1] = more;
+    }
+    more = shfl_u32(more, 0);
+    if (count) list_exceptions(a, from, list + 2, a->more + more, room);
+}
+
+DEVICE int64_t first_row(void) { return (blockIdx.x * blockDim.x + threadIdx.x) / 32; }
+DEVICE int64_t row_step(void) { return gridDim.x * blockDim.x / 32; }
+
+KERNEL pack_rows(struct pack_args a)
+{
+    int64_t bytes = a.n / 2 * 3 + a.extra;
+    for (int64_t r = first_row(); r < a.rows; r += row_step())
+        pack_row(&a, a.from + r * a.stride, a.packed + r * bytes);
+}
+CPU_KERNEL(pack_rows, struct pack_args)
+
+/* packed: unpack the rows */
+DEVICE bits128 out_of_window(bits128 w, int base)
+{
+    uint32_t down = (uint32_t)(LOWEST - base) << 7;
+    for (int i = 0; i < 4; i++)
+        w.v[i] = ((w.v[i] - down) & 0xffffu)
+               | ((w.v[i] >> 16) - down) << 16;
+    return w;
+}
+
+DEVICE void replace(bits128 *w, int i, uint32_t weight)   /* number i of eight */
+{
+    for (int j = 0; j < 4; j++)
+        if (i / 2 == j) w->v[j] = i % 2 ? (w->v[j] & 0xffffu) | weight << 16
+                                        : (w->v[j] & 0xffff0000u) | weight;
+}
+
+DEVICE void unpack_row(const struct pack_args *a, struct row r, int64_t at)
+{
+    const uint32_t *list = (const uint32_t *)(r.at + r.n / 2 * 3);
+    uint32_t i = 0, room = (uint32_t)a->extra / 4 - 2;
+    for (int k = 0; k < r.n; k += RUN) {
+        int c = k + 8 * lane_id();
+        bits128 w = {{ 0 }};
+        if (c < r.n) w = out_of_window(eight_at(r, c), a->base);
+        for (; i < list[0]; i++) {
+            uint32_t one = i < room ? list[2 + i] : a->more[list[1] + i - room];
+            int column = (int)(one >> 16);
+            if (column >= k + RUN) break;
+            if (column / 8 * 8 == c) replace(&w, column % 8, one & 0xffffu);
+        }
+        if (c < r.n) {
+            /* deliver eight weights, or compare them */
+            if (a->out) *(bits128 *)(a->out + at + c) = w;
+            else {
+                bits128 raw = load_16(a->from + at + c);
+                uint32_t different = 0;
+                for (int i = 0; i < 4; i++) different |= raw.v[i] ^ w.v[i];
+                if (different) atomic_add_relaxed(a->wrong, 1);
+            }
+        }
+    }
+}
+
+KERNEL unpack_rows(struct pack_args a)
+{
+    struct row r = { a.packed, 0, a.n };
+    for (int64_t i = first_row(); i < a.rows; i += row_step()) {
+        r.at = a.packed + i * (a.n / 2 * 3 + a.extra);
+        unpack_row(&a, r, i * a.stride);
+    }
+}
+CPU_KERNEL(unpack_rows, struct pack_args)
+#endif
+
+"""
+
+LAYER_H = r"""
+
+/* layer.h, the same for every stage */
+#ifndef LAYER_H
+#define LAYER_H
+#include <stdint.h>
+#include <cuda_runtime_api.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* the shape and the weights of a layer */
+#ifndef LAYER_SHAPE   /* the oracle's header has it too */
+#define LAYER_SHAPE
+typedef struct {
+    int64_t d, ffn;          /* widths of the residual stream and of the MLP */
+    int64_t n_q, n_kv, hd;   /* query heads, KV heads, dimension of a head */
+    int64_t max_seq_len;     /* rows the cache holds for each KV head */
+    double eps, theta;       /* of the RMSNorm; base of the RoPE angles */
+    int32_t max_blocks;      /* thread blocks to use at most; 0: all that fit */
+} layer_config;
+
+typedef struct {             /* all bf16, row-major, applied as W x */
+    const void *in_norm, *post_norm;  /* [d] */
+    const void *q;                    /* [n_q * hd][d] */
+    const void *k, *v;                /* [n_kv * hd][d] */
+    const void *o;                    /* [d][n_q * hd] */
+    const void *gate, *up;            /* [ffn][d] */
+    const void *down;                 /* [d][ffn] */
+} layer_weights;
+#endif
+
+typedef struct layer layer;
+
+/* the status codes */
+enum {
+    LAYER_OK = 0,
+    LAYER_BAD_ARGUMENT,   /* a null pointer */
+    LAYER_BAD_ALIGNMENT,  /* a device pointer not 16-byte aligned (a position: 8) */
+    LAYER_BAD_SHAPE,      /* sizes this stage does not serve */
+    LAYER_BAD_POSITION,   /* pos outside [0, max_seq_len) */
+    LAYER_BAD_DEVICE,     /* compute capability below 9.0, not the layer's device, or
+                             without room for the grid */
+    LAYER_NO_MEMORY,
+    LAYER_CUDA_FAILED     /* the runtime refused; cudaGetLastError() says why */
+};
+
+/* build, step, teardown */
+/* Weights and caches are device memory, bf16; a cache is [n_kv][max_seq_len][hd]. The
+   layer belongs to the device that is current here. */
+int layer_build(layer **out, const layer_config *c, const layer_weights *w,
+                void *k_cache, void *v_cache);
+/* x, x_out: bf16 [d] on the device, not overlapping. Queues one step on the stream:
+   writes row pos of both caches, then x_out. */
+int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream);
+/* The same with the position read on the device while the step runs, for graphs; it
+   must not change until the step has ended. Out of range: x_out becomes NaN, the caches
+   stay as they are, layer_status() remembers. */
+int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x_out,
+                  cudaStream_t stream);
+/* LAYER_BAD_POSITION once any step_at was out of range. Waits for the device. */
+int layer_status(layer *l);
+/* NULL is allowed. Waits for steps still running. */
+int layer_teardown(layer *l);
+/* For the status of this thread's last refusal: the rule that was broken, with the
+   numbers, until the thread's next call. */
+const char *layer_strerror(int status);
+#ifdef __cplusplus
+}
+#endif
+#endif
+
+/* layer.h: what is said of packed weights */
+#ifndef LAYER_PACKED
+#define LAYER_PACKED
+#ifdef __cplusplus
+extern "C" {
+#endif
+enum { LAYER_Q, LAYER_K, LAYER_V, LAYER_O, LAYER_GATE, LAYER_UP, LAYER_DOWN,
+       LAYER_MATRICES };
+typedef struct {
+    int64_t weights, exceptions;
+    int64_t bytes;          /* that a step reads of it: 8 * bytes / weights bits each */
+    int32_t raw;            /* 1: it did not compress and is read as it was given */
+    int32_t base;           /* lowest of the sixteen exponents; raw: 0 */
+} layer_packing;
+
+/* packed: the calls */
+/* layer_build reads the weights; what computes them must have been queued before it. */
+/* What became of one of the seven matrices. */
+int layer_packing_of(const layer *l, int matrix, layer_packing *out);
+/* Bytes of weights, norms included, that a step reads. */
+int64_t layer_weight_bytes(const layer *l);
+/* Writes a matrix as it was given to layer_build, bit for bit, to device memory: bf16,
+   row-major, 16-byte aligned. Waits for the device. */
+int layer_unpack(layer *l, int matrix, void *out);
+/* Copies what steps still read of the caller's weights (norms, and what did not
+   compress), so that from then on the caller may free all of them. Waits for the
+   device. After LAYER_NO_MEMORY the layer works as before, and still needs them. */
+int layer_own_weights(layer *l);
+#ifdef __cplusplus
+}
+#endif
+#endif
+
+"""
+
+LAYER_C = r"""
+
+/* stage 8: the host side */
+/* Stage 8, host side: packs the weights; then one cooperative launch a step. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include "layer.h"
+
+/* packed: what the kernels are given */
+/* a position, given or to be found on the device */
+struct position {
+    const int64_t *at;   /* device memory, or null */
+    int64_t given;       /* the position when at is null */
+    int64_t rows;        /* of the cache: valid positions are below */
+};
+
+/* packed: how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { TILE_KEYS = 48 };   /* keys of a tile */
+
+/* the phases of the stream */
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
+
+enum {
+    LOADER_WARPS = 8,   /* one for each head of a tile */
+    LOADERS = 32 * LOADER_WARPS,
+    UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
+    HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    PARTS = 16,         /* pieces of down at most */
+    LINE = 32,          /* counters are this many words apart: 128 bytes */
+};
+
+/* how the layer is cut into chunks */
+struct geometry {
+    int64_t slot_bytes, vector_bytes;
+    int32_t warps;             /* consumers, each with a slot */
+    int32_t pairs[PHASES];     /* rows pairs of a chunk, at most; a power of two */
+    int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
+    int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
+    int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
+    int32_t max_units;         /* splits of a group at most, at any length */
+};
+
+/* packed: a matrix as the stream reads it */
+enum { W_Q, W_K, W_V, W_O, W_GATE, W_UP, W_DOWN, MATRICES };   /* as in layer.h */
+
+struct matrix {
+    const char *at;        /* its first row; packed: of its first piece */
+    const uint32_t *more;  /* exceptions that do not fit behind their rows */
+    int64_t stride;        /* bytes from row to row, where they are not packed */
+    int32_t packed;        /* 1: rows of 12 bits a weight, end to end */
+    int32_t extra;         /* bytes of a packed row behind its weights */
+    int32_t base;          /* lowest exponent of the window; 0: no window */
+    float scale;           /* of the sums of a row: 2^(base - LOWEST) */
+};
+
+struct layer_args {
+    /* the tensors of a layer, as kernels see them */
+    const uint16_t *x;                 /* [d] */
+    const uint16_t *in_norm, *post_norm;  /* [d] */
+    const uint16_t *q;                 /* [n_q * hd][d] */
+    const uint16_t *k, *v;             /* [n_kv * hd][d] */
+    const uint16_t *o;                 /* [d][n_q * hd] */
+    const uint16_t *gate, *up;         /* [ffn][d] */
+    const uint16_t *down;              /* [d][ffn] */
+    uint16_t *k_cache, *v_cache;       /* [n_kv][pos.rows][hd] */
+    uint16_t *x_out;                   /* [d] */
+    const double *turn;                /* [hd / 2]: RoPE angle per position */
+    uint32_t *status;
+    struct position pos;
+    int64_t d, ffn;
+    int32_t n_q, n_kv, hd;
+    float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
+    struct matrix m[MATRICES];
+    struct geometry g;
+    /* scratch memory between the phases */
+    float *roped_q;            /* [n_q * hd] */
+    float *unit_sum;           /* [groups][max_units][HEADS][hd]: sums of p V */
+    float *unit_max;           /* [groups][max_units][HEADS]: largest score */
+    float *unit_weight;        /* [groups][max_units][HEADS]: sum of p */
+    float *attended;           /* [n_q * hd] */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *act;                /* [ffn]: silu(gate) * up */
+    float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
+    /* counters between the blocks */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
+    uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
+    uint32_t *units_done;      /* [groups] * LINE: units of this step */
+    uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
+    /* timers: the marks */
+    #ifdef TIMERS
+    uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
+    #endif
+};
+
+/* packed: what the kernels that pack are given */
+struct pack_args {
+    const uint16_t *from;   /* weight i of row r is from[r * stride + i] */
+    uint16_t *out;          /* likewise, where to unpack to; null: compare with from */
+    char *packed;           /* the rows, end to end */
+    uint32_t *more, *used;  /* exceptions without room in their rows; how many */
+    uint32_t *exponents;    /* [256]: how many weights have each */
+    uint32_t *wrong;        /* eights that came back different */
+    int64_t rows, stride;
+    int32_t n, base, extra;
+};
+
+void whole_layer(struct layer_args), count_exponents(struct pack_args);
+void pack_rows(struct pack_args), unpack_rows(struct pack_args);
+struct layer {
+    /* what every handle keeps */
+    layer_config c;
+    layer_weights w;
+    uint16_t *k_cache, *v_cache;   /* [n_kv][max_seq_len][hd] */
+    uint32_t *status;              /* device memory: a sticky layer status */
+    char *scratch;                 /* device memory that the handle owns */
+    int device;                    /* the device all of it lives on */
+    int blocks;                    /* thread blocks of a launch that fills the chip */
+    struct layer_args args;        /* all but x, pos and x_out */
+    size_t shared;                 /* bytes of dynamic shared memory a block */
+    unsigned threads;
+    layer_packing packing[MATRICES];
+    void *owned[MATRICES + 2];     /* packed matrices, copies of others, of the norms */
+};
+
+/* say which rule was broken */
+#include <stdarg.h>
+#include <stdio.h>
+static _Thread_local struct { int status; char rule[200]; } broken;
+
+static int refused(int status, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vsnprintf(broken.rule, sizeof broken.rule, format, args);
+    va_end(args);
+    return broken.status = status;
+}
+
+/* take a piece of scratch memory */
+static void *take(char **at, size_t bytes)
+{
+    char *piece = *at;
+    *at = (char *)(((uintptr_t)piece + bytes + 255) & ~(uintptr_t)255);
+    return piece;
+}
+
+/* launch a kernel */
+static int launch(const void *kernel, int64_t blocks, unsigned threads, size_t shared,
+                  void *args, cudaStream_t stream)
+{
+    cudaLaunchConfig_t config = { 0 };
+    config.gridDim.x = (unsigned)blocks, config.gridDim.y = config.gridDim.z = 1;
+    config.blockDim.x = threads, config.blockDim.y = config.blockDim.z = 1;
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    return cudaLaunchKernelExC(&config, kernel, &args) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* stream: cut the layer into chunks */
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int32_t pairs_of(int64_t slot_bytes, int64_t columns, int64_t divides)
+{
+    int32_t pairs = 4;
+    while (pairs > 1 && (4 * pairs * columns > slot_bytes || divides % pairs))
+        pairs /= 2;
+    return pairs;
+}
+
+static int32_t chunks_of(int64_t pairs, int32_t pairs_of_chunk)
+{
+    return (int32_t)((pairs + pairs_of_chunk - 1) / pairs_of_chunk);
+}
+
+static void cut(struct geometry *g, const layer_config *c)
+{
+    int64_t q = c->n_q * c->hd, rep = c->n_q / c->n_kv;
+    int64_t widest = larger(larger(c->d, q), (c->ffn / 64 + PARTS - 1) / PARTS * 64);
+    g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
+    g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
+    g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
+    g->vector_bytes = larger(4 * widest,
+                             4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
+    g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
+    g->groups = (int32_t)c->n_kv * g->octets;
+    g->max_units = g->groups < 128 ? 128 / g->groups : 1;
+    /* count the pairs and chunks of each product */
+    int64_t columns[PHASES] = { [QKV] = c->d, [OUT] = q, [GATE_UP] = c->d,
+                                [DOWN] = g->piece };
+    g->slot_bytes = 4 * TILE_KEYS * c->hd;
+    for (int p = QKV; p < PHASES; p++) {
+        if (p == ATTEND) continue;
+        g->pairs[p] = pairs_of(32768, columns[p], p == QKV ? c->hd / 2 : 4);
+        g->slot_bytes = larger(g->slot_bytes, 4 * g->pairs[p] * columns[p]);
+    }
+    /* count the chunks of each product */
+    g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
+    g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
+    g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
+    g->chunks[DOWN] = chunks_of(c->d / 2, g->pairs[DOWN]);
+}
+
+/* stream: see whether the layer fits */
+static int share_out(layer *l)   /* the shared memory of a block */
+{
+    struct layer_args *a = &l->args;
+    /* stream: as many slots as fit */
+    int most, resident;
+    const void *kernel = (const void *)whole_layer;
+    if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
+        return LAYER_CUDA_FAILED;
+    int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
+    if (slots < 2)
+        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
+                       "at most %d on this device, and is %lld", PARTS,
+                       (most - 1024) / 12 / 64 * 64, (long long)a->g.vector_bytes / 4);
+    a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
+    l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
+    l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
+        || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
+                                                         (int)l->threads, l->shared))
+        return LAYER_CUDA_FAILED;
+    /* refuse a grid that is not resident as a whole */
+    if (resident < 1)
+        return refused(LAYER_BAD_DEVICE, "a block of %u threads and %zu bytes of shared "
+                       "memory does not fit on a multiprocessor", l->threads, l->shared);
+    return LAYER_OK;
+}
+
+static int fit(layer *l)
+{
+    cut(&l->args.g, &l->c);
+    return share_out(l);
+}
+
+/* stream: divide the scratch memory */
+static char *divide_scratch(layer *l, char *at)
+{
+    struct layer_args *a = &l->args;
+    struct geometry *g = &a->g;
+    size_t q = (size_t)(l->c.n_q * l->c.hd), f = sizeof(float), u = sizeof(uint32_t);
+    size_t units = (size_t)g->groups * (size_t)g->max_units * HEADS;
+    l->status = a->status = take(&at, u);
+    a->done = take(&at, (size_t)PHASES * PARTS * LINE * u);
+    a->launches = take(&at, (size_t)l->blocks * u);
+    a->units_done = take(&at, (size_t)g->groups * LINE * u);
+    a->pieces_done = take(&at, (size_t)l->blocks * MAX_WARPS * u);
+    a->turn = take(&at, (size_t)l->c.hd / 2 * sizeof(double));
+    a->roped_q = take(&at, q * f);
+    a->unit_sum = take(&at, units * (size_t)l->c.hd * f);
+    a->unit_max = take(&at, units * f);
+    a->unit_weight = take(&at, units * f);
+    a->attended = take(&at, q * f);
+    a->x1 = take(&at, (size_t)l->c.d * f);
+    a->act = take(&at, (size_t)l->c.ffn * f);
+    a->piece_sum = take(&at, (size_t)g->pieces * (size_t)l->c.d * f);
+    /* timers: room for the marks */
+    #ifdef TIMERS
+    a->marks = take(&at, (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t));
+    #endif
+    return at;
+}
+
+/* packed: pack the layer */
+struct source { const uint16_t *at; int64_t rows, columns, width; };   /* of a piece */
+
+static struct source source_of(const layer *l, int i)
+{
+    const layer_config *c = &l->c;
+    const layer_weights *w = &l->w;
+    int64_t q = c->n_q * c->hd, kv = c->n_kv * c->hd;
+    const void *at[] = { w->q, w->k, w->v, w->o, w->gate, w->up, w->down };
+    int64_t rows[] = { q, kv, kv, c->d, c->ffn, c->ffn, c->d };
+    int64_t columns = i == W_O ? q : i == W_DOWN ? c->ffn : c->d;
+    int64_t width = i == W_DOWN ? l->args.g.piece : columns;
+    return (struct source){ at[i], rows[i], columns, width };
+}
+
+static int64_t packed_row(int64_t n, int64_t extra) { return n / 2 * 3 + extra; }
+
+static int best_base(const uint32_t count[256], int64_t *inside)
+{
+    int best = 1;
+    *inside = 0;
+    for (int base = 1; base + 15 < 255; base++) {
+        int64_t sum = 0;
+        for (int e = base; e < base + 16; e++) sum += count[e];
+        if (sum > *inside) *inside = sum, best = base;
+    }
+    return best;
+}
+
+/* packed: launch a kernel over a matrix */
+#ifdef CUDA_CPU_TARGET
+enum { PACK_BLOCKS = 2 };   /* a thread is a fiber there, and a loop is cheaper */
+#else
+enum { PACK_BLOCKS = 1056 };
+#endif
+enum { USED = 256, WRONG, COUNTS };   /* counters of kernels, behind the exponents */
+
+static struct pack_args pack_args_of(struct source s, uint32_t *counts)
+{
+    struct pack_args p = { .from = s.at, .rows = s.rows, .stride = s.columns };
+    p.exponents = counts, p.used = counts + USED, p.wrong = counts + WRONG;
+    p.n = (int32_t)s.width;
+    return p;
+}
+
+static int run(void (*kernel)(struct pack_args), struct pack_args *p)
+{
+    return launch((const void *)kernel, PACK_BLOCKS, 256, 1024, p, NULL);
+}
+
+/* packed: choose the window of a matrix */
+enum { RARE = 256 };
+
+static int choose_window(layer *l, int i, uint32_t *counts, int64_t *exceptions)
+{
+    struct source s = source_of(l, i);
+    struct matrix *m = l->args.m + i;
+    struct pack_args p = pack_args_of(s, counts);
+    int64_t weights = s.rows * s.columns, inside;
+    uint32_t seen[COUNTS];
+    m->at = (const char *)s.at, m->stride = 2 * s.columns, m->scale = 1;
+    l->packing[i] = (layer_packing){ weights, 0, 2 * weights, 1, 0 };
+    if (weights > UINT32_MAX || s.width > 65536) return LAYER_OK;
+    if (cudaMemset(counts, 0, sizeof seen) || run(count_exponents, &p)
+        || cudaMemcpy(seen, counts, sizeof seen, cudaMemcpyDeviceToHost))
+        return LAYER_CUDA_FAILED;
+    int base = best_base(seen, &inside);
+    *exceptions = weights - inside;
+    l->packing[i].exceptions = *exceptions;
+    if (*exceptions > weights / RARE) return LAYER_OK;
+    m->base = base, m->scale = (float)ldexp(1, base - 112);
+    return LAYER_OK;
+}
+#ifndef TWIN
+/* packed: pack a matrix and compare */
+/* packed: the room for the exceptions of a row */
+enum { MOST_ROOM = 62 };
+
+static int32_t extra_bytes(int64_t exceptions, int64_t rows)
+{
+    double mean = (double)exceptions / (double)rows;
+    double room = mean + 4 * sqrt(mean) + 1;
+    int32_t words = 4;                          /* two of them are count and where */
+    while (words - 2 < room && words - 2 < MOST_ROOM) words += 4;
+    return 4 * words;
+}
+
+/* packed: pack or unpack all pieces of a matrix */
+static int over_pieces(void (*kernel)(struct pack_args), struct pack_args p,
+                       struct source s)
+{
+    for (int64_t at = 0; at < s.columns; at += s.width) {
+        struct pack_args piece = p;
+        int64_t left = s.columns - at;
+        piece.n = (int32_t)(left < s.width ? left : s.width);
+        piece.from = s.at + at;
+        piece.out = p.out ? p.out + at : NULL;
+        piece.packed = p.packed + at / s.width * s.rows * packed_row(s.width, p.extra);
+        if (run(kernel, &piece)) return LAYER_CUDA_FAILED;
+    }
+    return LAYER_OK;
+}
+
+static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
+{
+    struct source s = source_of(l, i);
+    struct matrix *m = l->args.m + i;
+    struct pack_args p = pack_args_of(s, counts);
+    int64_t pieces = (s.columns + s.width - 1) / s.width, weights = s.rows * s.columns;
+    uint32_t seen[COUNTS];
+    p.base = m->base, p.extra = m->extra = extra_bytes(exceptions, s.rows * pieces);
+    int64_t bytes = s.rows * packed_row(s.columns, pieces * p.extra);
+    if (cudaMalloc(&l->owned[i], (size_t)(bytes + 4 * exceptions))) {
+        cudaGetLastError();
+        return LAYER_NO_MEMORY;
+    }
+    p.packed = l->owned[i], p.more = (uint32_t *)(p.packed + bytes);
+    if (cudaMemset(p.packed, 0, (size_t)(bytes + 4 * exceptions))
+        || over_pieces(pack_rows, p, s) || over_pieces(unpack_rows, p, s)
+        || cudaMemcpy(seen, counts, sizeof seen, cudaMemcpyDeviceToHost))
+        return LAYER_CUDA_FAILED;
+    if (seen[WRONG]) {
+        /* packed: give up packing this matrix */
+        void *packed = l->owned[i];
+        l->owned[i] = NULL, m->base = m->extra = 0, m->scale = 1;
+        return cudaFree(packed) ? LAYER_CUDA_FAILED : LAYER_OK;
+    }
+    m->at = p.packed, m->more = p.more, m->packed = 1;
+    l->packing[i] = (layer_packing){ weights, exceptions, bytes + 4 * seen[USED], 0,
+                                     m->base };
+    return LAYER_OK;
+}
+#endif
+
+static int pack_layer(layer *l)
+{
+    uint32_t *counts;   /* device memory: [COUNTS] */
+    int bad = LAYER_OK;
+    if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;   /* the weights are there */
+    if (cudaMalloc((void **)&counts, COUNTS * sizeof *counts)) {
+        cudaGetLastError();
+        return LAYER_NO_MEMORY;
+    }
+    for (int i = 0; i < MATRICES && !bad; i++) {
+        int64_t exceptions = 0;
+        bad = choose_window(l, i, counts, &exceptions);
+#ifndef TWIN
+        if (!bad && l->args.m[i].base) bad = pack_matrix(l, i, counts, exceptions);
+#endif
+    }
+    if (cudaFree(counts) && !bad) bad = LAYER_CUDA_FAILED;
+    return bad;
+}
+
+/* packed: cut the layer into smaller chunks */
+static int64_t pair_bytes(const layer *l, int low, int high, int64_t n)
+{
+    const struct matrix *m[] = { l->args.m + low, l->args.m + high };
+    int64_t bytes = 0;
+    for (int i = 0; i < 2; i++)
+        bytes += m[i]->packed ? packed_row(n, m[i]->extra) : 2 * n;
+    return bytes;
+}
+
+static void cut_slots(layer *l)
+{
+    const layer_config *c = &l->c;
+    struct geometry *g = &l->args.g;
+    int64_t q = c->n_q * c->hd, pair[PHASES] = { 0 };
+    for (int i = W_Q; i <= W_V; i++)
+        pair[QKV] = larger(pair[QKV], pair_bytes(l, i, i, c->d));
+    pair[OUT] = pair_bytes(l, W_O, W_O, q);
+    pair[GATE_UP] = pair_bytes(l, W_GATE, W_UP, c->d);
+    pair[DOWN] = pair_bytes(l, W_DOWN, W_DOWN, g->piece);
+    g->slot_bytes = 4 * TILE_KEYS * c->hd;
+    for (int i = QKV; i < PHASES; i++) {
+        if (i == ATTEND) continue;
+        g->pairs[i] = pairs_of(32768, pair[i] / 4, i == QKV ? c->hd / 2 : 4);
+        g->slot_bytes = larger(g->slot_bytes, g->pairs[i] * pair[i]);
+    }
+    /* count the chunks of each product */
+    g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
+    g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
+    g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
+    g->chunks[DOWN] = chunks_of(c->d / 2, g->pairs[DOWN]);
+}
+
+/* see whether the grid starts */
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream);
+
+static int try_grid(layer *l)
+{
+    struct position none = { NULL, -1, l->c.max_seq_len };
+    void *nowhere = l->args.x1;
+    if (!step(l, nowhere, none, nowhere, NULL))   /* then forget that pos was bad */
+        return cudaMemset(l->status, 0, sizeof *l->status)
+             ? LAYER_CUDA_FAILED : LAYER_OK;
+    if (cudaPeekAtLastError() != cudaErrorCooperativeLaunchTooLarge)
+        return LAYER_CUDA_FAILED;
+    return refused(LAYER_BAD_DEVICE, "%d blocks of %u threads and %zu bytes of shared "
+                   "memory must be resident at once: %s", l->blocks, l->threads,
+                   l->shared, cudaGetErrorString(cudaGetLastError()));
+}
+
+/* packed: describe the layer to the kernel */
+static int prepare(layer *l)
+{
+    struct layer_args *a = &l->args;
+    /* name the tensors to the kernel */
+    a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;
+    a->q = l->w.q, a->k = l->w.k, a->v = l->w.v, a->o = l->w.o;
+    a->gate = l->w.gate, a->up = l->w.up, a->down = l->w.down;
+    a->k_cache = l->k_cache, a->v_cache = l->v_cache;
+    a->d = l->c.d, a->ffn = l->c.ffn, a->hd = (int32_t)l->c.hd;
+    a->n_q = (int32_t)l->c.n_q, a->n_kv = (int32_t)l->c.n_kv;
+    a->eps = (float)l->c.eps;
+    a->score_scale = (float)(1 / sqrt((double)l->c.hd));
+    /* send the RoPE angles to the device */
+    double turn[64];
+    for (int i = 0; i < a->hd / 2; i++)
+        turn[i] = pow(l->c.theta, -2.0 * i / (double)a->hd);
+    if (cudaMemcpy((void *)a->turn, turn, sizeof(double) * (size_t)a->hd / 2,
+                   cudaMemcpyHostToDevice))
+        return LAYER_CUDA_FAILED;
+    int bad = pack_layer(l);
+    if (bad) return bad;
+    cut_slots(l);
+    bad = share_out(l);
+    return bad ? bad : try_grid(l);
+}
+
+/* one launch: one step */
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream)
+{
+    struct layer_args args = l->args;
+    void *arg = &args;
+    args.x = x, args.pos = pos, args.x_out = x_out;
+    cudaLaunchAttribute together = { .id = cudaLaunchAttributeCooperative };
+    together.val.cooperative = 1;
+    cudaLaunchConfig_t config = { .dynamicSmemBytes = l->shared, .stream = stream,
+                                  .attrs = &together, .numAttrs = 1 };
+    config.gridDim.x = (unsigned)l->blocks, config.gridDim.y = config.gridDim.z = 1;
+    config.blockDim.x = l->threads, config.blockDim.y = config.blockDim.z = 1;
+    return cudaLaunchKernelExC(&config, (const void *)whole_layer, &arg)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* refuse what no stage can serve */
+static int misaligned(const void *p) { return ((uintptr_t)p & 15) != 0; }
+
+static int check_pointers(const layer_weights *w, const void *k_cache,
+                          const void *v_cache)
+{
+    const struct { const char *name; const void *p; } all[] = {
+        { "in_norm", w->in_norm }, { "post_norm", w->post_norm }, { "q", w->q },
+        { "k", w->k }, { "v", w->v }, { "o", w->o }, { "gate", w->gate },
+        { "up", w->up }, { "down", w->down }, { "k_cache", k_cache },
+        { "v_cache", v_cache },
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (!all[i].p) return refused(LAYER_BAD_ARGUMENT, "%s is null", all[i].name);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (misaligned(all[i].p))
+            return refused(LAYER_BAD_ALIGNMENT, "%s must be 16-byte aligned, and is at "
+                           "%p", all[i].name, all[i].p);
+    return LAYER_OK;
+}
+
+static int check_shape(const layer_config *c)
+{
+    int64_t most = 1 << 24;   /* of any one size: products stay far below 2^63 */
+    int64_t rep = c->n_kv > 0 ? c->n_q / c->n_kv : 0;
+    const struct { int broken; const char *rule; int64_t given; } rules[] = {
+        /* the rules for a shape */
+        { c->d <= 0 || c->d > most || c->d % 64,
+          "d must be a multiple of 64 up to 16777216, and is %lld", c->d },
+        { c->ffn <= 0 || c->ffn > most || c->ffn % 64,
+          "ffn must be a multiple of 64 up to 16777216, and is %lld", c->ffn },
+        { c->hd != 64 && c->hd != 128, "hd must be 64 or 128, and is %lld", c->hd },
+        { c->n_q <= 0 || c->n_q > 4096, "n_q must be 1 to 4096, and is %lld", c->n_q },
+        { c->n_kv <= 0 || c->n_q % c->n_kv, "n_kv must divide n_q, and is %lld", c->n_kv },
+        { rep > 16, "at most 16 query heads may share a KV head, and %lld do", rep },
+        { c->max_seq_len <= 0 || c->max_seq_len > most,
+          "max_seq_len must be 1 to 16777216, and is %lld", c->max_seq_len },
+        { !((float)c->eps > 1e-37f) || !isfinite((float)c->eps),
+          "eps must be positive and finite in single precision", 0 },
+        { !(c->theta > 0) || !isfinite(c->theta), "theta must be positive and finite", 0 },
+        { c->max_blocks < 0, "max_blocks must not be negative, and is %lld", c->max_blocks },
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        if (rules[i].broken)
+            return refused(LAYER_BAD_SHAPE, rules[i].rule, (long long)rules[i].given);
+    return LAYER_OK;
+}
+
+/* refuse a device that is too old */
+static int check_device(int *device, int *sms)
+{
+    int major;
+    if (cudaGetDevice(device)) return LAYER_CUDA_FAILED;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *device)
+        || cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, *device))
+        return LAYER_CUDA_FAILED;
+    return major >= 9 ? LAYER_OK
+         : refused(LAYER_BAD_DEVICE, "the device must have compute capability 9.0 or "
+                   "later, and has %d.x", major);
+}
+
+/* claim and clear the scratch memory */
+static int claim_scratch(layer *l)
+{
+    size_t bytes = (size_t)divide_scratch(l, NULL);
+    cudaError_t e = cudaMalloc((void **)&l->scratch, bytes);
+    if (e && e != cudaErrorMemoryAllocation) return LAYER_CUDA_FAILED;
+    if (e) {
+        cudaGetLastError();
+        return refused(LAYER_NO_MEMORY, "there are no %zu bytes of device memory for "
+                       "scratch", bytes);
+    }
+    divide_scratch(l, l->scratch);
+    return cudaMemset(l->scratch, 0, bytes) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* packed: tear a layer down */
+int layer_teardown(layer *l)
+{
+    int before;
+    if (!l) return LAYER_OK;
+    int bad = cudaGetDevice(&before) || cudaSetDevice(l->device);
+    if (cudaDeviceSynchronize()) bad = 1;
+    for (int i = 0; i < MATRICES + 2; i++)
+        if (l->owned[i] && cudaFree(l->owned[i])) bad = 1;
+    if (l->scratch && cudaFree(l->scratch)) bad = 1;
+    if (!bad && before != l->device) bad = cudaSetDevice(before) != cudaSuccess;
+    free(l);
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+/* build a layer */
+int layer_build(layer **out, const layer_config *c, const layer_weights *w,
+                void *k_cache, void *v_cache)
+{
+    broken.status = LAYER_OK;
+    if (!out || !c || !w) return LAYER_BAD_ARGUMENT;
+    *out = NULL;
+    int device, sms, bad = check_shape(c);
+    if (!bad) bad = check_pointers(w, k_cache, v_cache);
+    if (!bad) bad = check_device(&device, &sms);
+    if (bad) return bad;
+    layer *l = calloc(1, sizeof *l);
+    if (!l) return LAYER_NO_MEMORY;
+    l->c = *c, l->w = *w, l->k_cache = k_cache, l->v_cache = v_cache;
+    l->device = device;
+    l->blocks = c->max_blocks && c->max_blocks < sms ? c->max_blocks : sms;
+    bad = fit(l);
+    if (!bad) bad = claim_scratch(l);
+    if (!bad) bad = prepare(l);
+    if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
+    if (bad) layer_teardown(l);
+    else *out = l;
+    return bad;
+}
+
+/* the two ways to step */
+static int check_step(layer *l, const void *x, const void *x_out)
+{
+    int device;
+    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
+    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
+    return device == l->device ? LAYER_OK
+         : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
+                   "is current", l->device, device);
+}
+
+int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
+{
+    int bad = check_step(l, x, x_out);
+    if (bad) return bad;
+    if (pos < 0 || pos >= l->c.max_seq_len)
+        return refused(LAYER_BAD_POSITION, "pos must be 0 to %lld, and is %lld",
+                       (long long)l->c.max_seq_len - 1, (long long)pos);
+    return step(l, x, (struct position){ NULL, pos, l->c.max_seq_len }, x_out, stream);
+}
+
+int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x_out,
+                  cudaStream_t stream)
+{
+    int bad = check_step(l, x, x_out);
+    if (bad) return bad;
+    if (!pos_on_device) return LAYER_BAD_ARGUMENT;
+    if ((uintptr_t)pos_on_device & 7) return LAYER_BAD_ALIGNMENT;
+    struct position p = { pos_on_device, 0, l->c.max_seq_len };
+    return step(l, x, p, x_out, stream);
+}
+
+/* the sticky status */
+int layer_status(layer *l)
+{
+    uint32_t status;
+    if (!l) return LAYER_BAD_ARGUMENT;
+    if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
+    if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
+        return LAYER_CUDA_FAILED;
+    return (int)status;
+}
+
+/* error texts */
+const char *layer_strerror(int status)
+{
+    if (status == LAYER_CUDA_FAILED && cudaPeekAtLastError())
+        return cudaGetErrorString(cudaPeekAtLastError());
+    static const char *text[] = {
+        "ok", "a pointer is null", "a device pointer is not 16-byte aligned",
+        "sizes not served: hd is 64 or 128, d and ffn are multiples of 64, n_kv "
+        "divides n_q, at most 16 query heads a KV head, eps and theta positive",
+        "position outside [0, max_seq_len)",
+        "wrong device: it must have compute capability 9.0 or later, be the one the "
+        "layer was built on, and have room for the grid",
+        "out of device memory", "the CUDA runtime refused a call",
+    };
+    int known = status >= 0 && status < (int)(sizeof text / sizeof *text);
+    if (status && status == broken.status) return broken.rule;
+    return known ? text[status] : "unknown status";
+}
+
+/* packed: what a caller may ask */
+int layer_packing_of(const layer *l, int matrix, layer_packing *out)
+{
+    if (!l || !out || matrix < 0 || matrix >= MATRICES) return LAYER_BAD_ARGUMENT;
+    *out = l->packing[matrix];
+    return LAYER_OK;
+}
+
+int64_t layer_weight_bytes(const layer *l)
+{
+    int64_t bytes = 4 * l->c.d;
+    for (int i = 0; i < MATRICES; i++) bytes += l->packing[i].bytes;
+    return bytes;
+}
+
+int layer_unpack(layer *l, int matrix, void *out)
+{
+    if (!l || !out || matrix < 0 || matrix >= MATRICES) return LAYER_BAD_ARGUMENT;
+    if (misaligned(out)) return LAYER_BAD_ALIGNMENT;
+    struct source s = source_of(l, matrix);
+    const struct matrix *m = l->args.m + matrix;
+    int bad = 0;
+#ifndef TWIN
+    struct pack_args p = pack_args_of(s, NULL);
+    p.packed = (char *)m->at, p.more = (uint32_t *)m->more, p.out = out;
+    p.base = m->base, p.extra = m->extra;
+    if (m->packed) bad = over_pieces(unpack_rows, p, s);
+#endif
+    if (!m->packed) bad = cudaMemcpy(out, m->at, (size_t)(2 * s.rows * s.columns),
+                                     cudaMemcpyDeviceToDevice);
+    if (cudaDeviceSynchronize()) bad = 1;
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+static int own(void **copy, const void *from, int64_t bytes)
+{
+    if (cudaMalloc(copy, (size_t)bytes)) {
+        cudaGetLastError();
+        return LAYER_NO_MEMORY;
+    }
+    if (!cudaMemcpy(*copy, from, (size_t)bytes, cudaMemcpyDeviceToDevice))
+        return LAYER_OK;
+    cudaFree(*copy);
+    *copy = NULL;
+    return LAYER_CUDA_FAILED;
+}
+
+int layer_own_weights(layer *l)
+{
+    if (!l) return LAYER_BAD_ARGUMENT;
+    void **norms = l->owned + MATRICES;
+    int64_t bytes = 2 * l->c.d;
+    int bad = LAYER_OK;
+    for (int i = 0; i < MATRICES && !bad; i++) {
+        struct matrix *m = l->args.m + i;
+        if (l->owned[i]) continue;   /* packed, or copied before */
+        bad = own(&l->owned[i], m->at, 2 * l->packing[i].weights);
+        if (!bad) m->at = l->owned[i];
+    }
+    if (!bad && !norms[0]) bad = own(&norms[0], l->args.in_norm, bytes);
+    if (!bad && !norms[1]) bad = own(&norms[1], l->args.post_norm, bytes);
+    if (!bad) l->args.in_norm = norms[0], l->args.post_norm = norms[1];
+    if (cudaDeviceSynchronize() && !bad) bad = LAYER_CUDA_FAILED;
+    return bad;
+}
+
+/* timers: hand out the marks */
+#ifdef TIMERS
+int layer_marks(layer *l, uint64_t *out)   /* out[blocks][32][PHASES][2] on the host */
+{
+    size_t bytes = (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t);
+    return cudaMemcpy(out, l->args.marks, bytes, cudaMemcpyDeviceToHost)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+#endif
+
+/* age the counters, in tests */
+#ifdef AGEING
+int layer_age(layer *l, uint32_t times);
+int layer_age(layer *l, uint32_t times)   /* steps so far: so many times as many */
+{
+    size_t bytes = (size_t)((char *)l->args.turn - (char *)l->status);
+    uint32_t *words = malloc(bytes);
+    if (!words) return LAYER_NO_MEMORY;
+    int bad = cudaDeviceSynchronize()
+           || cudaMemcpy(words, l->status, bytes, cudaMemcpyDeviceToHost);
+    for (size_t i = 0; !bad && i < bytes / sizeof *words; i++) words[i] *= times;
+    if (!bad) bad = cudaMemcpy(l->status, words, bytes, cudaMemcpyHostToDevice);
+    free(words);
+    return bad ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+#endif
+
+"""
+
+SOURCES = {"kernels.cu": KERNELS_CU, "layer.h": LAYER_H, "layer.c": LAYER_C}
+
+# submission: refuse an argument
+def refuse(name, got, accepted):
+    raise ValueError(f"{name}: got {got}; accepted: {accepted}")
+
+
+def check_keys(name, given, expected):
+    if not isinstance(given, dict):
+        refuse(name, type(given).__name__, "a dict")
+    if set(given) != set(expected):
+        refuse(name, f"the keys {sorted(map(str, given))}",
+               f"exactly {sorted(expected)}")
+
+def whole(name, value, low, high):
+    """value as an int of [low, high]; integers of other libraries are taken too"""
+    number = None
+    if not isinstance(value, torch.Tensor) and "bool" not in type(value).__name__:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            pass
+    if number is None or not low <= number <= high:
+        refuse(name, repr(value), f"an integer from {low} to {high}")
+    return number
+
+
+def positive(name, value):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 1e-37 < value < 3e38:
+        refuse(name, repr(value), "a positive number that single precision can hold")
+    return float(value)
+
+def check_tensor(name, t, shape, device=None):
+    """t is a bf16 CUDA tensor that the kernels can use as it is"""
+    if not isinstance(t, torch.Tensor):
+        refuse(name, type(t).__name__, "a tensor")
+    if t.device.type != "cuda" or device not in (None, t.device):
+        refuse(name, f"a tensor on {t.device}", f"one on {device or 'a CUDA device'}")
+    if t.dtype is not torch.bfloat16:
+        refuse(name, t.dtype, "torch.bfloat16")
+    if tuple(t.shape) != shape:
+        batch = len(shape) > 1 == shape[0] and t.shape[1:] == shape[1:]
+        refuse(name, f"shape {tuple(t.shape)}" + f", batch size {len(t)}" * batch,
+               f"shape {shape}" + ", batch size 1" * batch)
+    if t.layout is not torch.strided or not t.is_contiguous():
+        strides = t.stride() if t.layout is torch.strided else t.layout
+        refuse(name, f"a layout with strides {strides}", "contiguous rows")
+    if t.data_ptr() % 16:
+        refuse(name, f"an address {t.data_ptr() % 16} bytes past a multiple of 16",
+               "a multiple of 16")
+
+# submission: check what build_layer is given
+SIZES = ("d", "ffn", "n_q", "n_kv", "hd")
+
+
+def check_cfg(cfg):
+    """the sizes as ints, eps and theta as floats"""
+    check_keys("cfg", cfg, {"layers", "eps", "theta", "wdtype", *SIZES})
+    whole("cfg['layers']", cfg["layers"], 1, 1)
+    if not isinstance(cfg["wdtype"], str) or cfg["wdtype"] != "bf16":
+        refuse("cfg['wdtype']", repr(cfg["wdtype"]), "'bf16'")
+    c = {name: whole(f"cfg['{name}']", cfg[name], 1, 1 << 24) for name in SIZES}
+    if c["hd"] not in (64, 128):
+        refuse("cfg['hd']", c["hd"], "64 or 128")
+    for name in ("d", "ffn"):
+        if c[name] % 64:
+            refuse(f"cfg['{name}']", c[name], "a multiple of 64")
+    if c["n_q"] % c["n_kv"] or c["n_q"] > 16 * c["n_kv"]:
+        refuse("cfg['n_q']", c["n_q"],
+               f"a multiple of cfg['n_kv'] = {c['n_kv']}, at most 16 times it")
+    return dict(c, eps=positive("cfg['eps']", cfg["eps"]),
+                theta=positive("cfg['theta']", cfg["theta"]))
+
+def shapes(c):
+    d, ffn, q, kv = c["d"], c["ffn"], c["n_q"] * c["hd"], c["n_kv"] * c["hd"]
+    return dict(in_norm=(d,), post_norm=(d,), q=(q, d), k=(kv, d), v=(kv, d), o=(d, q),
+                gate=(ffn, d), up=(ffn, d), down=(d, ffn))
+
+
+def check_weights(weights, c):
+    """the nine tensors by name, and the device that all of them are on"""
+    check_keys("weights", weights, {"layers"})
+    layers = weights["layers"]
+    if not isinstance(layers, (list, tuple)) or len(layers) != 1:
+        refuse("weights['layers']", describe(layers), "a list of one dict")
+    check_keys("weights['layers'][0]", layers[0], shapes(c))
+    device = None
+    for name, shape in shapes(c).items():
+        check_tensor(f"weights['layers'][0]['{name}']", layers[0][name], shape, device)
+        device = layers[0][name].device
+    return {name: layers[0][name] for name in shapes(c)}, device
+
+def check_cache(kv_cache, c, max_seq_len, device, weights):
+    """the pair of tensors, and their rows"""
+    if not isinstance(kv_cache, (list, tuple)) or len(kv_cache) != 1:
+        refuse("kv_cache", describe(kv_cache), "a list of one (k, v)")
+    pair, rows = kv_cache[0], whole("max_seq_len", max_seq_len, 1, 1 << 24)
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        refuse("kv_cache[0]", describe(pair), "a pair (k, v)")
+    for i, t in enumerate(pair):
+        if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[2] != rows:
+            refuse("max_seq_len", rows,
+                   f"kv_cache[0][{i}].shape[2], which is {t.shape[2]}")
+        check_tensor(f"kv_cache[0][{i}]", t, (1, c["n_kv"], rows, c["hd"]), device)
+    check_apart("kv_cache[0]", "k and v", pair[0], pair[1])
+    for (name, w), i in itertools.product(weights.items(), (0, 1)):
+        check_apart(f"kv_cache[0][{i}]", f"it and '{name}'", pair[i], w)
+    return tuple(pair), rows
+
+
+def check_apart(name, both, s, t):
+    low, high = sorted((s, t), key=lambda t: t.data_ptr())
+    if low.data_ptr() + 2 * low.numel() > high.data_ptr():
+        refuse(name, f"{both} that share memory", "memory of its own for each")
+
+
+def describe(given):
+    size = f" of {len(given)}" if isinstance(given, (list, tuple)) else ""
+    return type(given).__name__ + size
+
+def architecture(device):
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        refuse(f"the device of weights ({torch.cuda.get_device_name(device)})",
+               f"compute capability {major}.{minor}", "9.0 or later")
+    return "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
+
+# submission: compile, once
+FLAGS = ("-shared", "-O3", "-Xcompiler", "-fPIC")
+
+
+def cache_folder():
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.environ.get("LAYER_CACHE") or os.path.join(base, "one-layer-one-launch")
+    return pathlib.Path(os.path.abspath(folder))   # dlopen searches for bare names
+
+
+def digest(*texts):
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
+
+def check_private(path):
+    """raises unless only its owner can write path, and that is this user or root"""
+    found = os.stat(path)
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+        raise RuntimeError(
+            f"{str(path)!r}: got owner {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):o}; accepted: what belongs to user "
+            f"{os.geteuid()} or root and only its owner can write, because code is "
+            "loaded from there; $LAYER_CACHE names another folder")
+    return path
+
+def find_nvcc():
+    """the path of nvcc, or None"""
+    on_path = shutil.which("nvcc")
+    found = [nvcc_in(os.environ.get("CUDA_HOME")), nvcc_in(os.environ.get("CUDA_PATH")),
+             on_path and os.path.abspath(on_path), nvcc_in("/usr/local/cuda")]
+    if not any(found):
+        try:
+            from torch.utils.cpp_extension import CUDA_HOME
+            found.append(nvcc_in(CUDA_HOME))
+        except ImportError:   # it wants setuptools
+            pass
+    return next(filter(None, found), None)
+
+
+def nvcc_in(home):
+    found = home and shutil.which("nvcc", path=os.path.join(home, "bin"))
+    return os.path.abspath(found) if found else None   # it will run in another folder
+
+
+@functools.lru_cache(None)
+def version_of(nvcc):
+    return subprocess.run([nvcc, "--version"], stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, check=True).stdout.decode()
+
+def library(arch):
+    """the path of the compiled layer"""
+    folder, stem = cache_folder(), digest(*SOURCES.values(), arch, *FLAGS)
+    nvcc = find_nvcc()
+    if nvcc is None:
+        compiled = sorted(folder.glob(stem + "-*.so"), key=os.path.getmtime)
+        if not compiled:
+            raise RuntimeError(
+                "there is no nvcc to compile the layer with: not in $CUDA_HOME/bin, on "
+                f"PATH or in /usr/local/cuda/bin; and no compiled one in {folder}")
+        check_private(folder)
+        return check_private(compiled[-1])
+    path = folder / f"{stem}-{digest(version_of(nvcc))}.so"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(folder)
+        if not path.exists():
+            compile_to(path, arch, nvcc)
+    except OSError as error:
+        raise RuntimeError(f"{error}; $LAYER_CACHE names another folder") from error
+    return check_private(path)
+
+def compile_to(path, arch, nvcc):
+    print(f"stage {STAGE}: compiling for sm_{arch}, once, to {str(path)!r}",
+          file=sys.stderr)
+    command = [nvcc, *FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}",
+               "-o", "layer.so", *(name for name in SOURCES if not name.endswith(".h"))]
+    with tempfile.TemporaryDirectory(prefix="new.", dir=path.parent) as folder:
+        for name, text in SOURCES.items():
+            pathlib.Path(folder, name).write_text(text, encoding="utf-8")
+        run = subprocess.run(command, cwd=folder, env=dict(os.environ, TMPDIR="."),
+                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT)
+        if run.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n"
+                               + run.stdout.decode(errors="replace"))
+        made = os.path.join(folder, "layer.so")
+        os.chmod(made, 0o700)
+        os.replace(made, path)
+
+# submission: load the library
+class Config(ctypes.Structure):   # layer_config of layer.h
+    _fields_ = ([(name, ctypes.c_int64) for name in (*SIZES, "max_seq_len")]
+                + [("eps", ctypes.c_double), ("theta", ctypes.c_double),
+                   ("max_blocks", ctypes.c_int32)])
+
+
+class Weights(ctypes.Structure):   # layer_weights of layer.h
+    _fields_ = [(name, ctypes.c_void_p) for name in
+                ("in_norm", "post_norm", "q", "k", "v", "o", "gate", "up", "down")]
+
+@functools.lru_cache(None)
+def load(path):
+    lib, p = ctypes.CDLL(str(path)), ctypes.c_void_p
+    lib.layer_build.argtypes = (ctypes.POINTER(p), ctypes.POINTER(Config),
+                                ctypes.POINTER(Weights), p, p)
+    lib.step_in_record.argtypes = lib.step_at_in_record.argtypes = (ctypes.c_char_p,)
+    lib.layer_teardown.argtypes = (p,)
+    lib.layer_strerror.argtypes = (ctypes.c_int,)
+    lib.layer_strerror.restype = ctypes.c_char_p
+    return lib
+
+
+LAYER_BAD_SHAPE, LAYER_BAD_DEVICE = 3, 5   # as in layer.h
+
+
+def explain(lib, status):
+    nvcc, driver = find_nvcc(), getattr(torch._C, "_cuda_getDriverVersion", int)()
+    compiler = version_of(nvcc).splitlines()[-1] if nvcc else "none"
+    return (f"stage {STAGE}: {lib.layer_strerror(status).decode()} (the driver is for "
+            f"CUDA {driver // 1000}.{driver % 1000 // 10}, the compiler: {compiler})")
+
+SOURCES["record.c"] = r"""
+#include "layer.h"
+struct record {
+    layer *l;
+    const void *x;
+    int64_t pos;             /* or the address of one */
+    void *x_out;
+    cudaStream_t stream;
+};
+int step_in_record(const struct record *r)
+{
+    return layer_step(r->l, r->x, r->pos, r->x_out, r->stream);
+}
+int step_at_in_record(const struct record *r)
+{
+    return layer_step_at(r->l, r->x, (const int64_t *)r->pos, r->x_out, r->stream);
+}
+"""
+RECORD = struct.Struct("PPqPP").pack
+
+# submission: build
+class Layer:
+    """what build_layer returns; opaque"""
+    __slots__ = ("lib", "given", "tensors", "device", "fast", "step_at", "stream",
+                 "number", "release", "__weakref__")
+
+    def __init__(self, lib, pointer, given, tensors, shape, rows):
+        self.lib, self.given, self.tensors = lib, given, tensors
+        self.device = tensors[0].device
+        self.fast = (lib.step_in_record, pointer, self.device.index, shape, rows,
+                     torch._C._cuda_getCurrentRawStream)
+        self.step_at = lib.step_at_in_record
+        self.stream = None   # of the last step
+        self.number = next(NUMBERS)
+        LIVE[self.number] = self
+        self.release = weakref.finalize(self, lib.layer_teardown, pointer)
+        self.release.atexit = False
+
+
+NUMBERS, LIVE = itertools.count(), weakref.WeakValueDictionary()   # number: handle
+
+def build_layer(weights, kv_cache, cfg, max_seq_len):
+    """A handle for layer_step. Weights and caches are used in place: the handle keeps
+    them alive. Steps read the weights where they lie: what is written there, in the
+    order of the stream, the next step sees; what lies elsewhere wants a refresh."""
+    c = check_cfg(cfg)
+    w, device = check_weights(weights, c)
+    (k, v), rows = check_cache(kv_cache, c, max_seq_len, device, w)
+    lib = load(library(architecture(device)))
+    config = Config(max_seq_len=rows, **c)
+    addresses = Weights(**{name: t.data_ptr() for name, t in w.items()})
+    pointer = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        status = lib.layer_build(ctypes.byref(pointer), config, addresses, k.data_ptr(),
+                                 v.data_ptr())
+        torch.cuda.synchronize()
+    if status == LAYER_BAD_SHAPE:
+        refuse("cfg", cfg, lib.layer_strerror(status).decode())
+    if status:
+        raise RuntimeError(explain(lib, status))
+    return Layer(lib, pointer.value, (weights, kv_cache, cfg, max_seq_len),
+                 (*w.values(), k, v), (1, c["d"]), rows)
+
+# submission: step
+def layer_step(handle, x, pos):
+    """Queues one step on the current stream of the layer's device and returns a new
+    (1, d) bf16 tensor, through which no gradient flows. pos is an int, or an int64
+    tensor of one element on that device, which the step reads when it runs; out of
+    range, that one makes x_out NaN."""
+    if tracing():
+        return step_as_operator(handle, x, pos)
+    if type(handle) is not Layer or handle.fast is None:
+        refuse_handle(handle)
+    step, pointer, index, shape, rows, stream_of = handle.fast
+    # submission: check x and pos
+    if not (isinstance(x, Tensor) and x.dtype is BF16 and x.get_device() == index
+            and x.shape == shape and x.is_contiguous()):
+        check_tensor("x", x, shape, handle.device)
+    address = x.data_ptr()
+    if address & 15:
+        check_tensor("x", x, shape, handle.device)
+    if type(pos) is not int or not 0 <= pos < rows:
+        pos = check_pos(handle, pos)
+        if type(pos) is not int:
+            step, pos = handle.step_at, pos.data_ptr()
+    stream = stream_of(index)
+    if stream != handle.stream:
+        follow(handle, stream)
+    x_out = empty_like(x)
+    # submission: call the layer
+    record = RECORD(pointer, address, pos, x_out.data_ptr(), stream)
+    status = step(record)
+    if status == LAYER_BAD_DEVICE:
+        with torch.cuda.device(index):
+            status = step(record)
+    if status:
+        raise RuntimeError(explain(handle.lib, status))
+    return x_out
+
+
+Tensor, BF16, empty_like = torch.Tensor, torch.bfloat16, torch.empty_like
+
+def follow(handle, stream):
+    """lets this stream wait for the handle's last step, which was on another"""
+    with torch.cuda.device(handle.device):
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if handle.stream is not None:
+            last = torch.cuda.ExternalStream(handle.stream, device=handle.device)
+            torch.cuda.current_stream(handle.device).wait_stream(last)
+    handle.stream = stream
+
+def check_pos(handle, pos):
+    if not isinstance(pos, torch.Tensor):
+        return whole("pos", pos, 0, handle.fast[4] - 1)
+    if pos.device != handle.device or pos.dtype is not torch.int64 or pos.numel() != 1:
+        refuse("pos", f"a {pos.dtype} tensor of {pos.numel()} elements on {pos.device}",
+               f"an int, or a tensor of one torch.int64 on {handle.device}")
+    return pos
+
+
+def refuse_handle(handle):
+    if type(handle) is not Layer:
+        refuse("handle", type(handle).__name__, "what build_layer returned")
+    raise RuntimeError("the handle is used after teardown")
+
+HAS_OPERATORS = hasattr(torch.library, "custom_op")
+tracing = torch.compiler.is_dynamo_compiling if HAS_OPERATORS else bool   # False
+
+
+def step_as_operator(handle, x, pos):
+    operator = step_at_operator if isinstance(pos, torch.Tensor) else step_operator
+    return operator(x, *handle.tensors[-2:], pos, handle.number)
+
+if HAS_OPERATORS:
+    free = next(n for n in itertools.count()
+                if not hasattr(torch.ops.one_layer_one_launch, f"step_{n}"))
+
+    def operator_of(name, kind):
+        def step(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: kind,
+                 handle: int) -> torch.Tensor:
+            return layer_step(LIVE[handle], x, pos)
+        made = torch.library.custom_op(f"one_layer_one_launch::{name}_{free}", step,
+                                       mutates_args=("k", "v"))
+        made.register_fake(lambda x, k, v, pos, handle: torch.empty_like(x))
+        return made
+
+    step_operator = operator_of("step", int)
+    step_at_operator = operator_of("step_at", torch.Tensor)
+
+# submission: tear down
+def refresh(handle):
+    """Takes the tensors that the dict of weights and the list of caches hold now, in
+    the place of those they held before. Refuses what build_layer refuses, and then
+    leaves the handle as it was. Waits for steps still running."""
+    if type(handle) is not Layer or handle.fast is None:
+        refuse_handle(handle)
+    fresh = build_layer(*handle.given)
+    status = handle.release()
+    fresh.release.detach()
+    handle.fast, handle.tensors = fresh.fast, fresh.tensors
+    handle.release = weakref.finalize(handle, fresh.lib.layer_teardown, fresh.fast[1])
+    handle.release.atexit = False
+    if status:
+        raise RuntimeError(explain(handle.lib, status))
+
+def teardown(handle):
+    """Gives the layer's memory back after its last step; twice does no harm."""
+    if type(handle) is not Layer:
+        refuse_handle(handle)
+    status = handle.release()   # None the second time
+    handle.fast, handle.tensors, handle.given = None, (), ()
+    if status:
+        raise RuntimeError(explain(handle.lib, status))
+
+# submission: ask about packed weights
+class Packing(ctypes.Structure):   # layer_packing of layer.h
+    _fields_ = [("weights", ctypes.c_int64), ("exceptions", ctypes.c_int64),
+                ("bytes", ctypes.c_int64), ("raw", ctypes.c_int32),
+                ("base", ctypes.c_int32)]
+
+
+def library_of(handle):
+    """the handle's library and its layer, as C takes it"""
+    if type(handle) is not Layer or handle.pointer is None:
+        refuse_handle(handle)
+    return handle.lib, ctypes.c_void_p(handle.pointer)
+
+
+def packing(handle):
+    """{name: {weights, exceptions, bytes, raw, base, bits}} of the seven matrices"""
+    lib, layer = library_of(handle)
+    told = {}
+    for i, name in enumerate(("q", "k", "v", "o", "gate", "up", "down")):
+        one = Packing()
+        status = lib.layer_packing_of(layer, i, ctypes.byref(one))
+        if status:
+            raise RuntimeError(explain(lib, status))
+        told[name] = {field: getattr(one, field) for field, _ in Packing._fields_}
+        told[name]["bits"] = 8 * one.bytes / one.weights
+    return told
+
+def bytes_read(handle):
+    """bytes of weights, norms included, that a step reads"""
+    lib, layer = library_of(handle)
+    lib.layer_weight_bytes.restype = ctypes.c_int64
+    return lib.layer_weight_bytes(layer)
+
+
+def own_weights(handle):
+    """Copies what steps still read of the caller's weights; the handle then lets go of
+    them. Waits for the device."""
+    lib, layer = library_of(handle)
+    with torch.cuda.device(handle.index):
+        status = lib.layer_own_weights(layer)
+    if status:
+        raise RuntimeError(explain(lib, status))
+    handle.tensors = handle.tensors[-2:]   # the caches
