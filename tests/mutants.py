@@ -302,6 +302,9 @@ HOST_6 = [
 ]
 
 REASONS = {
+    "one block more than multiprocessors":
+        "at small shapes two blocks fit on one; a grid that does not fit the cooperative "
+        "launch refuses",
     "proxy fence gone after writing to a slot":
         "the CPU target wants the fence before a bulk copy reads what was stored, not "
         "before one overwrites it",
