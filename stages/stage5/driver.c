@@ -538,7 +538,7 @@ static void check_all(struct set *s)
     void *mine[] = { h.arena, h.before, h.x, h.out, h.again, h.expected };
     for (size_t i = 0; i < sizeof mine / sizeof *mine; i++) free(mine[i]);
 }
-
+#if defined PACKED || !defined CUDA_CPU_TARGET
 /* driver: the bytes of the weights */
 static int64_t weight_bytes(void)   /* as given, in bf16 */
 {
@@ -546,6 +546,7 @@ static int64_t weight_bytes(void)   /* as given, in bf16 */
     for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
     return sum;
 }
+#endif
 
 /* driver: measuring, and the main program */
 #ifndef CUDA_CPU_TARGET
