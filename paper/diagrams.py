@@ -120,7 +120,7 @@ def stage0():
     step = 150 / n
     for i, (name, kind) in enumerate(OPERATIONS):
         p.area(i * step, 10, step - 0.7, 8, colour_of(name, kind))
-    marks = (("norm", 0, 8), ("$q,k,v$", 8, 11), ("RoPE", 11, 21), ("append", 21, 23),
+    marks = (("norm", 0, 8), ("$q,k,v$", 8, 11), ("RoPE", 11, 21), ("KV", 21, 23),
              ("attention", 23, 27), ("$W_o$, +", 27, 29), ("norm", 29, 37), ("SwiGLU, +", 37, 43))
     for i, (word, first, end) in enumerate(marks):
         p.line((first * step, 19), (end * step - 0.7, 19))
