@@ -1,11 +1,17 @@
-"""The prose: a number that was measured comes from data/, and what it shows is what happens."""
+"""The document: measured numbers come from data/, what it shows is what happens, its PDF is whole."""
+import csv
+import json
 import re
 import shutil
+import sys
 
 import pytest
 
 import test_cpu_target
 import tools
+
+sys.path.insert(0, str(tools.ROOT / "paper"))
+import diagrams  # noqa: E402
 
 WEB = (tools.ROOT / "layer.nw").read_text(encoding="utf-8")
 
@@ -80,14 +86,26 @@ def test_what_is_allowed_is_not_found(text):
     assert typed("@\n\\section{The measurement}\n" + text) == []
 
 
+def keys_without_a_value(asked, defined):
+    """Those that are misspelled: what was not measured yet has no file, or no stage in the ladder."""
+    wrong = []
+    for key in sorted(set(asked) - defined):
+        stage = re.match(r"(?:ladder|traffic|later|account)[-/](\d+)[-/]", key)
+        if stage and f"ladder-{stage.group(1)}-us" not in defined:
+            continue
+        if "/" in key and not list((tools.ROOT / "data").glob(key.split("/")[0] + ".*")):
+            continue
+        wrong.append(key)
+    return wrong
+
+
 def test_every_key_has_a_value():
-    """Of the keys that the text asks for, those that data/ could have and has not."""
     status, made = tools.run(["python3", "paper/numbers.py", "data"])
     assert status == 0, made
     defined = set(re.findall(r"\\define(?:measured|shape)\{([^}]*)\}", made))
-    asked = set(re.findall(r"\\(?:measured|ifmeasured|shape)\{([^}#]*)\}", WEB))
-    assert len(asked) > 50
-    assert sorted(asked - defined) == []
+    asked = set(re.findall(r"\\(?:measured|shape)\{([^}#]*)\}", WEB))
+    assert len(asked) > 50 and keys_without_a_value(asked, defined) == []
+    assert keys_without_a_value({"ladder-7-uss", "ladder-99-us", "nothing/x/us"}, defined) == ["ladder-7-uss"]
 
 
 SHOWN = re.compile(r"\\begin\{verbatim\}\n\$ CPU_SEED=(\d+) selftest (\w+) (\d+)\n(.*?)\\end\{verbatim\}", re.S)
@@ -112,6 +130,62 @@ def test_the_report_that_is_shown_is_the_report():
     assert missing == [], text
     for build in ("plain", "asan"):
         assert test_cpu_target.selftest(build, case, fault, seed=int(seed))[0] == "missed"
+
+
+# ---------------------------------------------------------------- what is computed and drawn
+def numbers_of(folder):
+    status, made = tools.run([sys.executable, str(tools.ROOT / "paper/numbers.py"), str(folder)])
+    assert status == 0, made
+    made = re.findall(r"\\definemeasured\{([^}]*)\}\{(.*)\}$", made, re.M)
+    return {key: value.replace(r"\ensuremath{-}", "-") for key, value in made}
+
+
+def test_the_account_of_a_step_adds_up(tmp_path):
+    """Two blocks; the second has no attention. Worked out by hand."""
+    (tmp_path / "ladder.csv").write_text(
+        "stage,us_median,x_read_limit,x_copy_floor,read_tbs\n"
+        "6,500,1.25,1.2,4.32\n7,440,1.1,1.05,4.32\n", encoding="utf-8")
+    (tmp_path / "timeline-7.csv").write_text(
+        "sm,phase,start_us,end_us\n0,QKV,1,41\n0,attention,43,49\n0,O,59,90\n0,gate and up,94,300\n"
+        "0,down,302,400\n1,QKV,3,39\n1,O,59,91\n1,gate and up,95,310\n1,down,314,420\n", encoding="utf-8")
+    made = numbers_of(tmp_path)
+    assert made["ladder-7-saved"] == "60.0" and made["ladder-7-above"] == "40.0"
+    for key, value in {"total": "420.0", "tail": "10.0", "QKV-wait": "2.0", "QKV-work": "38.0",
+                       "attention-work": "3.0", "attention-wait": "1.0", "O-wait": "15.0",
+                       "limit": "400.0", "above": "20.0"}.items():
+        assert made[f"account-7-{key}"] == value, key
+    parts = sum(float(value) for key, value in made.items()
+                if re.fullmatch(r"account-7-(?:.*-wait|.*-work|tail)", key))
+    assert parts == pytest.approx(420, abs=0.3)
+    assert float(made["model-rest"]) == pytest.approx(20 - 10 - 2 + 4, abs=0.11)
+    assert float(made["model-16-1-ms"]) == pytest.approx((16 * (400 + 12) + 12) / 1000, abs=0.06)
+    assert float(made["model-16-4-layer"]) == pytest.approx(100 + 12 + 10, abs=0.6)
+
+
+def test_the_sketches_show_the_shape_that_was_measured():
+    shape = json.loads((tools.ROOT / "data/grade.json").read_text())["shape"]
+    assert {k: diagrams.SHAPE[k] for k in ("d", "ffn", "n_q", "n_kv", "hd")} == \
+        {k: shape[k] for k in ("d", "ffn", "n_q", "n_kv", "hd")}
+    assert diagrams.SHAPE["keys"] == sum(range(shape["prefill"] + 1, shape["prefill"] + 33)) / 32
+    with open(tools.ROOT / "data/ladder.csv", newline="") as f:
+        rows = {r["stage"]: r for r in csv.DictReader(line for line in f if line[0] != "#")}
+    norms = 2 * 2 * shape["d"]   # the weights of the two norms, which no sketch shows
+    assert sum(diagrams.bytes_of().values()) + norms == int(rows["0"]["bytes"])
+    assert len(diagrams.OPERATIONS) == int(rows["0"]["launches"])
+    for stage, launches in diagrams.LAUNCHES.items():
+        assert len(launches) == int(rows[str(stage)]["launches"])
+    for above, stage in ((len(diagrams.OPERATIONS), 1), (len(diagrams.LAUNCHES[1]), 3)):
+        parts = [part for _, parts in diagrams.LAUNCHES[stage] for part in parts]
+        assert sorted(parts) == list(range(above)), f"stage {stage}: each launch goes to one"
+
+
+def test_every_sketch_is_in_the_document_and_repeats(tmp_path):
+    assert set(re.findall(r"\\diagram\{(\w+)\}", WEB)) >= set(diagrams.DIAGRAMS)
+    for folder in ("a", "b"):
+        diagrams.main(tmp_path / folder)
+    assert tools.files(tmp_path / "a") == tools.files(tmp_path / "b")
+    for text in tools.files(tmp_path / "a").values():
+        assert text.count(b"{") == text.count(b"}")
 
 
 # ---------------------------------------------------------------- the PDF, where one was woven
