@@ -188,6 +188,28 @@ def test_every_sketch_is_in_the_document_and_repeats(tmp_path):
         assert text.count(b"{") == text.count(b"}")
 
 
+def silent(web, most=65):
+    """Runs of code with no prose in between that could fill a page: [(line, lines)]."""
+    found, run, first, code = [], 0, 0, False
+    for number, line in enumerate(web.splitlines() + ["The end."], 1):
+        if re.match(r"<<.*>>=\s*$", line):
+            first, run, code = first if run else number, run + 3, True
+        elif re.match(r"@(\s|$)", line):
+            code = False
+        elif code:
+            run += 1
+        elif line.strip():
+            found += [(first, run)] * (run > most)
+            run = 0
+    return found
+
+
+def test_no_page_is_nothing_but_code():
+    assert silent(WEB) == []
+    chunk = "<<x>>=\n" + "x;\n" * 30 + "@\n"
+    assert silent(chunk + chunk + chunk) == [(1, 99)] and silent(chunk + "Why.\n" + chunk) == []
+
+
 # ---------------------------------------------------------------- the PDF, where one was woven
 PDF = tools.ROOT / "build" / "paper" / "layer.pdf"
 needs_pdf = pytest.mark.skipif(not PDF.exists() or not shutil.which("pdftotext"),
