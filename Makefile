@@ -376,7 +376,7 @@ mutants: | $(FIRST)
 # ---------------------------------------------------------------- dist
 # Named after the commit where there is one, else after the day.
 VERSION = $(eval VERSION := $$(shell git describe --always --dirty 2>/dev/null || date +%Y%m%d))$(VERSION)
-CONTENTS = $(wildcard layer.nw stages Makefile README.md LICENSE reference.py measure.py paper data plots tests)
+CONTENTS = $(wildcard layer.nw stages Makefile README.md CONTRIBUTING.md CHANGELOG.md LICENSE reference.py measure.py paper data plots tests)
 .PHONY: dist
 dist: | $(FIRST)
 	@mkdir -p build; rm -f build/layer-*.tar.gz
