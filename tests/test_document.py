@@ -241,6 +241,12 @@ def test_all_fonts_are_embedded():
     assert not any("Type 3" in line for line in text.splitlines())
 
 
+@needs_pdf
+def test_chapters_and_sections_are_bookmarks():
+    entries = (PDF.with_suffix(".aux")).read_text(errors="replace").count(r"\BKM@entry")
+    assert entries >= len(re.findall(r"^\\(?:chapter|section)\{", WEB, re.M))
+
+
 def stranded(text):
     """Headings that end a page: what they head stands on the next one."""
     found = []
