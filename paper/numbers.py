@@ -116,9 +116,10 @@ def number_of(row, column):
 
 
 def from_ladder(path):
-    """What each rung removed, and the two limits in us. Returns TB/s of reads and the row of
-    the last stage in one launch, or None."""
+    """What each rung removed, and the two limits in us. Returns TB/s of reads, or None."""
     _, rows = split(path)
+    if not rows:
+        return None
     for before, row in zip(rows, rows[1:]):
         if number_of(before, "us_median") and number_of(row, "us_median"):
             define_tex(f"ladder-{row['stage']}-saved",

@@ -248,13 +248,13 @@ def test_chapters_and_sections_are_bookmarks():
 
 
 def stranded(text):
-    """Headings that end a page: what they head stands on the next one."""
+    """Headings, and names of chunks, that end a page: what they head stands on the next one."""
     found = []
     for number, page in enumerate(text, 1):
         body = [line.strip() for line in page.splitlines() if line.strip()]
         if body and re.fullmatch(r"[ivxlcdm]+|\d+", body[-1]):
             body = body[:-1]
-        if body and re.fullmatch(r"(?:\d+|[A-Z])\.\d+(?:\.\d+)?\s+[A-Z][^.]*", body[-1]):
+        if body and re.fullmatch(r"(?:\d+|[A-Z])\.\d+(?:\.\d+)?\s+[A-Z][^.]*|.*⟩\s*\+?≡.*", body[-1]):
             found.append(f"page {number}: {body[-1]}")
     return found
 
@@ -263,3 +263,4 @@ def stranded(text):
 def test_no_heading_is_stranded():
     assert stranded(pages()) == []
     assert stranded(["Some text.\n\n5.2 The prediction\n\n   17\n"]) == ["page 1: 5.2 The prediction"]
+    assert len(stranded(["Some text.\n\n84c ⟨stream: the producer 84c⟩≡   (81a)\n", "12\n"])) == 1
