@@ -51,7 +51,9 @@ def from_table(path):
                      f"{list(row.values())}")
         first = next(iter(row.values()))
         for column, value in row.items():
-            if column and value:
+            if column and value and column.startswith("bytes"):
+                define_tex(f"{name}/{first}/{column}", f"{int(value):,}".replace(",", r"\,"))
+            elif column and value:
                 define(f"{name}/{first}/{column}", value)
 
 
