@@ -357,6 +357,8 @@ weave: | $(FIRST)
 	@command -v noweave latexmk >/dev/null || { echo "weave: noweb or TeX is missing; make deps-paper installs them"; exit 1; }
 	@mkdir -p $(P)
 	@python3 paper/numbers.py data > $(P)/numbers.tex
+	@python3 paper/diagrams.py $(P)
+	@sha256sum layer.nw | sed 's/^\([0-9a-f]*\).*/\\renewcommand{\\sourcedigest}{\1}/' > $(P)/digest.tex
 	@if command -v gnuplot >/dev/null; then python3 plots/draw.py --paper $(P) --if-any; \
 	    else echo 'weave: no gnuplot: the figures stay as they were'; fi
 	@noweave -delay -index -filter 'awk -f paper/comments.awk' layer.nw > $(P)/layer.tex 2> $(P)/messages \
@@ -421,7 +423,7 @@ mutants: | $(FIRST)
 # ---------------------------------------------------------------- dist
 # Named after the commit where there is one, else after the day.
 VERSION = $(eval VERSION := $$(shell git describe --always --dirty 2>/dev/null || date +%Y%m%d))$(VERSION)
-CONTENTS = $(wildcard layer.nw stages Makefile README.md LICENSE reference.py measure.py paper data plots tests)
+CONTENTS = $(wildcard layer.nw stages Makefile README.md CONTRIBUTING.md CHANGELOG.md LICENSE reference.py measure.py paper data plots tests)
 .PHONY: dist
 dist: | $(FIRST)
 	@mkdir -p build; rm -f build/layer-*.tar.gz

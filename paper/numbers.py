@@ -9,12 +9,18 @@ What the text says most often has a short name and is rounded as it is printed. 
 \\measured{ladder-N-us}, and likewise launches, xfloor, xlimit, graph, err and the others of
 SHORT; of a peer: \\measured{peers-eager-us} (spaces in its name become hyphens); where they
 were measured: ladder-gpu, ladder-provenance. Of data/grade.json: grade-us and the others of
-GRADE. The whole of data/shapes.csv, as a table: shapes-table.
+GRADE. The whole of data/shapes.csv, as a table: shapes-table. What is computed from measured
+numbers: ladder-N-saved, from the stage before to N;
+ladder-limit-us and ladder-floor-us; account-N-..., where the time of one step went; model-...,
+what a whole model would take under the assumptions of define_model. And from the shape alone, with
+nothing measured, \\shape{qkv} and the like: bytes.
 """
 import csv
 import json
 import pathlib
 import sys
+
+import diagrams
 
 ESCAPES = {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",
            "^": r"\textasciicircum{}", "#": r"\#", "$": r"\$", "%": r"\%", "&": r"\&", "_": r"\_"}
@@ -52,7 +58,9 @@ def from_table(path):
                      f"{list(row.values())}")
         first = name_of(row)
         for column, value in row.items():
-            if column and value:
+            if column and value and column.startswith("bytes"):
+                define_tex(f"{name}/{first}/{column}", f"{int(value):,}".replace(",", r"\,"))
+            elif column and value:
                 define(f"{name}/{first}/{column}", value)
 
 
@@ -126,6 +134,138 @@ def readable_grade(tree):
         define("grade-pass", "pass" if tree["pass"] else "fail")
 
 
+# ---------------------------------------------------------------- computed from the measured
+def signed(value, form="%.1f"):
+    """With a minus sign as long as a plus."""
+    return (r"\ensuremath{-}" if value < 0 else "") + form % abs(value)
+
+
+def define_tex(key, text):
+    print(r"\definemeasured{%s}{%s}" % (key, text))
+
+
+def number_of(row, column):
+    return float(row[column]) if row.get(column) else None
+
+
+def from_ladder(path):
+    """What each rung removed, and the two limits in us. Returns TB/s of reads, or None."""
+    _, rows = split(path)
+    if not rows:
+        return None
+    for before, row in zip(rows, rows[1:]):
+        if number_of(before, "us_median") and number_of(row, "us_median"):
+            define_tex(f"ladder-{row['stage']}-saved",
+                       signed(number_of(before, "us_median") - number_of(row, "us_median")))
+    first, last = rows[0], rows[-1]
+    for key, column in (("limit", "x_read_limit"), ("floor", "x_copy_floor")):
+        if number_of(first, column):
+            define(f"ladder-{key}-us", "%.1f" % (number_of(first, "us_median") / number_of(first, column)))
+    if number_of(first, "us_median") and number_of(last, "us_median"):
+        define("ladder-speedup", "%.2f" % (number_of(first, "us_median") / number_of(last, "us_median")))
+    for row in rows:
+        above = number_of(row, "x_read_limit")
+        if above:
+            define(f"ladder-{row['stage']}-above", "%.1f" % (number_of(row, "us_median") * (1 - 1 / above)))
+    return number_of(first, "read_tbs")
+
+
+# The phases of a time line, and the bytes each of them reads (of diagrams.bytes_of).
+PHASE_BYTES = {"QKV": "qkv", "attention": "cache", "merge": None, "O": "o",
+               "gate and up": "gate_up", "down": "down"}
+
+
+def account(path, read_tbs):
+    """Where the time of one step went, for the average block: at work on each phase, waiting
+    before it, and from the block's end to the last block's. They add up to the step. Returns
+    {what: us}, or None."""
+    _, rows = split(path)
+    blocks = {}
+    for row in rows:
+        blocks.setdefault(row["sm"], []).append(
+            (float(row["start_us"]), float(row["end_us"]), row["phase"]))
+    if not blocks or not read_tbs:
+        return None
+    total = max(end for mine in blocks.values() for _, end, _ in mine)
+    spent = {"total": total, "tail": 0.0, "waits": 0.0}
+    for mine in blocks.values():
+        at = 0.0
+        for start, end, phase in sorted(mine):
+            for what, us in ((f"{phase} wait", start - at), (f"{phase} work", end - start)):
+                spent[what] = spent.get(what, 0.0) + us / len(blocks)
+            at = end
+        spent["tail"] += (total - at) / len(blocks)
+    read = diagrams.bytes_of(dict(diagrams.SHAPE, keys=4097))
+    spent["limit"] = sum(read.values()) / read_tbs / 1e6
+    for phase, key in PHASE_BYTES.items():
+        if f"{phase} work" in spent:
+            spent[f"{phase} limit"] = read[key] / read_tbs / 1e6 if key else 0.0
+            spent[f"{phase} over"] = spent[f"{phase} work"] - spent[f"{phase} limit"]
+            spent["waits"] += spent[f"{phase} wait"]
+    spent["above"] = total - spent["limit"]
+    spent["mlp"] = sum(spent.get(key, 0.0) for key in ("gate and up over", "down wait", "down over"))
+    return spent
+
+
+def define_account(stage, spent):
+    for what, us in spent.items():
+        define_tex("account-%s-%s" % (stage, what.replace("gate and up", "gateup").replace(" ", "-")),
+                   signed(us))
+    if spent["above"] > 0:
+        define(f"account-{stage}-waitshare",
+               "%.0f" % (100 * (spent["waits"] + spent["tail"]) / spent["above"]))
+
+
+# A whole model, on paper. ALLREDUCE_US is assumed, not measured: what it takes several GPUs
+# to add up one vector of d numbers; there are two of these a layer.
+ALLREDUCE_US = 5.0
+MODEL_LAYERS = (16, 80)
+MODEL_GPUS = (1, 2, 4, 8)
+
+
+def define_model(spent, read_tbs):
+    """Under the assumptions of the chapter: a layer costs its bytes at the read limit, the
+    waits and losses of stage 7's step, but its end only once for all layers."""
+    read = diagrams.bytes_of()
+    layer = sum(read.values()) / read_tbs / 1e6
+    ends = spent["tail"] + spent["QKV wait"]
+    boundary = spent["gate and up wait"]          # from x_1 to the next product: the same dependence
+    rest = spent["above"] - ends + boundary
+    define("model-allreduce", "%.0f" % ALLREDUCE_US)
+    for key, us in (("layer", layer), ("ends", ends), ("boundary", boundary), ("rest", rest),
+                    ("fused", layer + rest), ("alone", layer + spent["above"])):
+        define(f"model-{key}", "%.1f" % us)
+    for layers in MODEL_LAYERS:
+        for gpus in MODEL_GPUS:
+            us = layer / gpus + rest + (2 * ALLREDUCE_US if gpus > 1 else 0)
+            define(f"model-{layers}-{gpus}-layer", "%.0f" % us)
+            define(f"model-{layers}-{gpus}-ms", "%.1f" % ((layers * us + ends) / 1e3))
+            define(f"model-{layers}-{gpus}-tokens", "%.0f" % (1e6 / (layers * us + ends)))
+            define(f"model-{layers}-{gpus}-share", "%.0f" % (100 * layer / gpus / us))
+
+
+def from_shape():
+    for key, n in diagrams.bytes_of().items():
+        print(r"\defineshape{%s}{%s}" % (key, diagrams.size(n)))
+    print(r"\defineshape{all}{%s}" % diagrams.size(sum(diagrams.bytes_of().values())))
+
+
+def computed(folder):
+    """All that follows from several tables."""
+    from_shape()
+    ladder = folder / "ladder.csv"
+    read_tbs = from_ladder(ladder) if ladder.exists() else None
+    for key, n in diagrams.bytes_of().items() if read_tbs else ():
+        define(f"limit-{key}-us", "%.1f" % (n / read_tbs / 1e6))
+    for stage in (6, 7):
+        path = folder / f"timeline-{stage}.csv"
+        spent = account(path, read_tbs) if path.exists() else None
+        if spent:
+            define_account(stage, spent)
+        if spent and stage == 7 and {"gate and up wait", "QKV wait"} <= spent.keys():
+            define_model(spent, read_tbs)
+
+
 def from_tree(key, value):
     if isinstance(value, dict):
         for k, v in value.items():
@@ -147,6 +287,7 @@ def main(folder):
         from_tree(path.stem, tree)
         if path.stem == "grade":
             readable_grade(tree)
+    computed(pathlib.Path(folder))
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ def read_timeline(path):
 # ------------------------------------------------------------- the tables of the README
 
 BEGIN, END = "<!-- generated: the ladder; make plots writes it -->", "<!-- end -->"
+RESULT = "<!-- generated: the result; make plots writes it -->"
 
 
 def shown(row, column, form):
@@ -190,8 +191,6 @@ def markdown(header, rows, first, heading, graph):
 def readme_block(data, figures):
     """What stands between the markers of README.md, for these folders."""
     parts = []
-    if (figures / "ladder.svg").exists():
-        parts.append("![The ladder: microseconds a layer for each stage](plots/ladder.svg)\n")
     if (data / "ladder.csv").exists():
         header, rows = read_ladder(data / "ladder.csv")
         parts.append(markdown(header, rows, lambda row: f"{row['stage']:.0f}", "stage", True))
@@ -203,13 +202,32 @@ def readme_block(data, figures):
     return "\n".join(parts) or "The ladder is not measured yet.\n"
 
 
-def with_block(readme, block):
+def result_block(data, figures):
+    """The result in a sentence, and the figure."""
+    parts = []
+    if (data / "ladder.csv").exists():
+        header, rows = read_ladder(data / "ladder.csv")
+        first, last = rows[0], [row for row in rows if row["launches"] == 1][-1:]
+        for row in last:
+            times = [f"{shown(row, column, '{:.2f}')} × the {name}" for column, name in
+                     (("x_copy_floor", "copy floor"), ("x_read_limit", "read limit")) if row[column]]
+            parts.append(
+                f"**Stage {row['stage']:.0f}, {row['title']}: {row['us_median']:.1f} µs a layer**, "
+                + ", ".join(times + [f"{first['us_median'] / row['us_median']:.2f} times as fast as stage "
+                                     f"{first['stage']:.0f}"])
+                + f". Measured on {place(header)}.\n")
+    if (figures / "ladder.svg").exists():
+        parts.append("![The ladder: microseconds a layer for each stage](plots/ladder.svg)\n")
+    return "\n".join(parts) or "Nothing is measured yet.\n"
+
+
+def with_block(readme, block, marker=BEGIN):
     """The text of a README with the block between its markers."""
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = readme.partition(marker)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise BadTable(f"the README lacks a line {BEGIN} and after it a line {END}")
-    return f"{before}{BEGIN}\n{block}{END}{after}"
+        raise BadTable(f"the README lacks a line {marker} and after it a line {END}")
+    return f"{before}{marker}\n{block}{END}{after}"
 
 
 def main(path):
@@ -217,6 +235,8 @@ def main(path):
     try:
         old = path.read_text(encoding="utf-8")
         new = with_block(old, readme_block(root / "data", root / "plots"))
+        if RESULT in new:
+            new = with_block(new, result_block(root / "data", root / "plots"), RESULT)
     except BadTable as error:
         print(f"plots: {error}; {path.name} stays as it is", file=sys.stderr)
         return 1

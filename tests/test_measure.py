@@ -504,15 +504,19 @@ def test_the_readme_says_what_the_data_says():
     readme = (tools.ROOT / "README.md").read_text(encoding="utf-8")
     block = tables.readme_block(tools.ROOT / "data", tools.ROOT / "plots")
     assert tables.with_block(readme, block) == readme, "run: make plots"
+    result = tables.result_block(tools.ROOT / "data", tools.ROOT / "plots")
+    assert tables.with_block(readme, result, tables.RESULT) == readme, "run: make plots"
 
 
 def test_the_readme_follows_the_data(data, tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{tables.BEGIN}\n{tables.END}\nafter\n", encoding="utf-8")
+    readme.write_text(f"before\n{tables.RESULT}\n{tables.END}\n{tables.BEGIN}\n{tables.END}\nafter\n",
+                      encoding="utf-8")
     assert tables.main(readme) == 0
     text = readme.read_text(encoding="utf-8")
     assert text.startswith("before\n") and text.endswith("after\n")
     assert "| 7 | stream | 1 | 388.0 (387.2 to 388.8) |" in text and "NVIDIA H200, driver 1.2" in text
+    assert "**Stage 7, stream: 388.0 µs a layer**, " in text.partition(tables.BEGIN)[0]
     (data / "ladder.csv").write_text("", encoding="utf-8")
     assert tables.main(readme) == 1 and readme.read_text(encoding="utf-8") == text
     readme.write_text("no markers\n")

@@ -69,8 +69,9 @@ def test_make_help_lists_only_what_there_is():
         assert re.search(rf"^{target}:", database, re.M), f"make {target}: no such target"
 
 
-def test_every_link_in_the_readme_leads_somewhere():
-    readme = (tools.ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_link_leads_somewhere(page):
+    readme = (tools.ROOT / page).read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#]+)", readme):
         assert link.startswith("https://") or (tools.ROOT / link).exists(), link
 
@@ -108,7 +109,7 @@ def test_dist_holds_what_it_takes(tmp_path, copy):
     subprocess.run(["tar", "xzf", str(archives[0]), "-C", str(tmp_path)], check=True)
     inside = tmp_path / archives[0].name[:-len(".tar.gz")]
     assert tools.files(inside / "stages") == tools.files(copy / "stages")
-    for name in ("layer.nw", "Makefile", "README.md", "LICENSE"):
+    for name in ("layer.nw", "Makefile", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
         assert (inside / name).read_bytes() == (copy / name).read_bytes()
     tools.must_make("build/liboracle.so", cwd=inside)
     assert "nothing" not in os.listdir(inside)

@@ -13,7 +13,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STAGES = sorted(p.parent.name for p in ROOT.glob("stages/stage*/driver.c"))
 PARTS = ["Makefile", "layer.nw", "stages", "paper", "plots", "tests", "README.md",
-         "LICENSE", "reference.py", "measure.py"]
+         "CONTRIBUTING.md", "CHANGELOG.md", "data", "LICENSE", "reference.py", "measure.py"]
 
 
 def clean_environment(**more):
