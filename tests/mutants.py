@@ -32,6 +32,7 @@ OCTETS = "--d=64 --ffn=64 --n-q=12 --n-kv=1 --hd=64 --prefill=70"      # 12 head
 UNITS = "--d=64 --ffn=64 --n-q=16 --n-kv=16 --hd=64 --prefill=1000"    # 8 units of 2 tiles
 LONG = "--d=64 --ffn=64 --n-q=65 --n-kv=65 --hd=64 --rows=640 --at=600,5"   # 10 tiles a unit
 SPLITS = "--d=64 --ffn=128 --n-q=6 --n-kv=2 --hd=64 --prefill=255"     # stage 6: 2 splits and 3
+WIDE = "--d=64 --ffn=4800 --n-q=1 --n-kv=1 --hd=64 --prefill=5"        # stage 6: a vector fills the memory
 RUNS = {           # of each build: shape, CPU_SMS, seed
     "plain": [(ONE_KV, 2, 1), (PIECES, 3, 2), (PIECES, 4, 3), (OCTETS, 2, 1), (UNITS, 3, 1),
               (LONG, 3, 1)],
@@ -40,7 +41,7 @@ RUNS = {           # of each build: shape, CPU_SMS, seed
 }
 RUNS_6 = {
     "plain": [(ONE_KV, 2, 1), (PIECES, 3, 2), (SPLITS, 3, 1)],
-    "asan": [(ONE_KV, 3, 1), (SPLITS, 2, 2)],
+    "asan": [(ONE_KV, 3, 1), (WIDE, 2, 1), (SPLITS, 2, 2)],
     "tsan": [(ONE_KV, 2, 1), ("--d=64 --ffn=64 --n-q=2 --n-kv=2 --hd=64 --prefill=130", 3, 2)],
 }
 BUILDS = ("plain", "asan", "tsan", "tests")   # in which order they are tried

@@ -541,15 +541,6 @@ static void check_all(struct set *s)
     void *mine[] = { h.arena, h.before, h.x, h.out, h.again, h.expected };
     for (size_t i = 0; i < sizeof mine / sizeof *mine; i++) free(mine[i]);
 }
-#if defined PACKED || !defined CUDA_CPU_TARGET
-/* driver: the bytes of the weights */
-static int64_t weight_bytes(void)   /* as given, in bf16 */
-{
-    int64_t sum = 0;
-    for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
-    return sum;
-}
-#endif
 
 /* driver: measuring, and the main program */
 #ifndef CUDA_CPU_TARGET
@@ -732,6 +723,13 @@ static int probe_reads_all(struct set *s, int sms)
 }
 
 /* driver: the report */
+static int64_t weight_bytes(void)
+{
+    int64_t sum = 0;
+    for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
+    return sum;
+}
+
 struct figures {
     struct spread us, again;   /* two runs of the same build: the noise */
     double graph, copy_tbs, read_tbs, bytes, contract_bytes;

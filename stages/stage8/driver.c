@@ -541,15 +541,6 @@ static void check_all(struct set *s)
     void *mine[] = { h.arena, h.before, h.x, h.out, h.again, h.expected };
     for (size_t i = 0; i < sizeof mine / sizeof *mine; i++) free(mine[i]);
 }
-#if defined PACKED || !defined CUDA_CPU_TARGET
-/* driver: the bytes of the weights */
-static int64_t weight_bytes(void)   /* as given, in bf16 */
-{
-    int64_t sum = 0;
-    for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
-    return sum;
-}
-#endif
 
 /* driver: what is said of packed weights */
 /* driver: how long packing takes */
@@ -571,7 +562,7 @@ static void print_packing(struct set *s)
 {
     static const char *const names[] = { "q", "k", "v", "o", "gate", "up", "down" };
     const layer *l = s->l;
-    double bytes = (double)layer_weight_bytes(l);
+    double bytes = (double)layer_weight_bytes(l), given = 4.0 * (double)opt.c.d;
     for (int i = 0; i < LAYER_MATRICES; i++) {
         layer_packing p;
         ok(layer_packing_of(l, i, &p), "packing");
@@ -579,9 +570,10 @@ static void print_packing(struct set *s)
                8.0 * (double)p.bytes / (double)p.weights, (long long)p.exceptions,
                p.raw ? "not packed\n" : "");
         if (!p.raw) printf("exponents %d to %d\n", p.base, p.base + 15);
+        given += 2.0 * (double)p.weights;
         element_size[WQ + i] = (double)p.bytes / (double)p.weights;
     }
-    printf("  weights  %.4g of %.4g GB", bytes * 1e-9, (double)weight_bytes() * 1e-9);
+    printf("  weights  %.4g of %.4g GB", bytes * 1e-9, given * 1e-9);
     printf(", built in %.3f s\n", build_seconds(s));
 }
 
@@ -791,6 +783,13 @@ static int probe_reads_all(struct set *s, int sms)
 }
 
 /* driver: the report */
+static int64_t weight_bytes(void)
+{
+    int64_t sum = 0;
+    for (int t = IN_NORM; t <= DOWN; t++) sum += 2 * elements(t);
+    return sum;
+}
+
 struct figures {
     struct spread us, again;   /* two runs of the same build: the noise */
     double graph, copy_tbs, read_tbs, bytes, contract_bytes;
