@@ -1,11 +1,13 @@
 """Stage 8's packed weights on the CPU target: every bit of every weight comes back, whatever it is,
 and a step gives the bits of the twin that reads raw weights."""
 import ctypes
+import gc
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import weakref
 
 import numpy
 import pytest
@@ -32,9 +34,11 @@ def compiled(folder, *options, change=lambda text: text):
     """Stage 8 and the CPU target in one shared library."""
     kernels = folder / "kernels.cu"
     kernels.write_text(change((STAGE / "kernels.cu").read_text(encoding="utf-8")), encoding="utf-8")
-    path, include, objects = folder / "layer.so", ["-I", str(tools.ROOT / "stages" / "cpu")], []
+    path, include, objects = folder / "layer.so", ["-I", str(tools.ROOT / "stages" / "cpu"), "-I", str(STAGE)], []
+    record = folder / "record.c"
+    record.write_text(python_side.load(STAGE / "submission.py").SOURCES[record.name], encoding="utf-8")
     for source, how in ((tools.ROOT / "stages/cpu/cpu.c", ["-std=gnu11"]),
-                        (STAGE / "layer.c", ["-std=c11"]), (kernels, ["-x", "c", "-std=c11"])):
+                        (STAGE / "layer.c", ["-std=c11"]), (record, ["-std=c11"]), (kernels, ["-x", "c", "-std=c11"])):
         objects.append(str(folder / (pathlib.Path(source).name + ".o")))
         subprocess.run(["gcc", *how, *options, "-O2", "-fPIC", *include, "-c", str(source), "-o", objects[-1]],
                        check=True)
@@ -415,3 +419,30 @@ def test_the_submission_compiles(tmp_path, submission, monkeypatch, capsys):
     lib = submission.load(submission.library("90a"))
     assert "stage 8: compiling for sm_90a" in capsys.readouterr().err
     assert lib.layer_packing_of(None, 0, None) == 1 and lib.layer_teardown(None) == 0
+
+
+def test_owning_weights_lets_go_of_them(submission, packed, monkeypatch):
+    chip = python_side.pretend(packed, submission, monkeypatch)
+    arguments = chip.layer()
+    given = [weakref.ref(t) for t in arguments[0]["layers"][0].values()]
+    handle = submission.build_layer(*arguments)
+    submission.own_weights(handle)
+    arguments[0] = None
+    gc.collect()
+    assert [t for t in given if t() is not None] == []
+    with pytest.raises(RuntimeError, match="let go of its weights"):
+        submission.refresh(handle)
+    submission.teardown(handle)
+
+
+def test_what_is_written_to_packed_weights_is_seen_after_a_refresh(submission, packed, monkeypatch):
+    chip, shape = python_side.pretend(packed, submission, monkeypatch), python_side.SHAPE
+    arguments = chip.layer()
+    handle = submission.build_layer(*arguments)
+    x = chip.tensor(ref.make_x(shape, 1, 70))
+    before = chip.values(submission.layer_step(handle, x, 70))
+    arguments[0]["layers"][0]["o"].fill_(0)
+    assert (before == chip.values(submission.layer_step(handle, x, 70))).all()
+    submission.refresh(handle)
+    assert not (before == chip.values(submission.layer_step(handle, x, 70))).all()
+    submission.teardown(handle)

@@ -299,15 +299,22 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
 }
 
 /* the two ways to step */
-static int check_step(layer *l, const void *x, const void *x_out)
+static int check_current(const layer *l)   /* the device */
 {
     int device;
-    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
-    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    broken.status = LAYER_OK;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
     return device == l->device ? LAYER_OK
          : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
                    "is current", l->device, device);
+}
+
+static int check_step(layer *l, const void *x, const void *x_out)
+{
+    broken.status = LAYER_OK;
+    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
+    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    return check_current(l);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
@@ -337,6 +344,8 @@ int layer_status(layer *l)
 {
     uint32_t status;
     if (!l) return LAYER_BAD_ARGUMENT;
+    int bad = check_current(l);
+    if (bad) return bad;
     if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
     if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
         return LAYER_CUDA_FAILED;

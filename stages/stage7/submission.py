@@ -6,6 +6,9 @@
     refresh(handle)        # only after a tensor of the weights was given other memory
     teardown(handle)
 
+Steps read the weights where they lie: what is written there, in the order of the stream,
+the next step sees.
+
 Needs PyTorch, a GPU of compute capability 9.0 or later and, the first time, nvcc.
 """
 
@@ -1885,15 +1888,22 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
 }
 
 /* the two ways to step */
-static int check_step(layer *l, const void *x, const void *x_out)
+static int check_current(const layer *l)   /* the device */
 {
     int device;
-    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
-    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    broken.status = LAYER_OK;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
     return device == l->device ? LAYER_OK
          : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
                    "is current", l->device, device);
+}
+
+static int check_step(layer *l, const void *x, const void *x_out)
+{
+    broken.status = LAYER_OK;
+    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
+    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    return check_current(l);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
@@ -1923,6 +1933,8 @@ int layer_status(layer *l)
 {
     uint32_t status;
     if (!l) return LAYER_BAD_ARGUMENT;
+    int bad = check_current(l);
+    if (bad) return bad;
     if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
     if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
         return LAYER_CUDA_FAILED;
@@ -2168,7 +2180,8 @@ def version_of(nvcc):
 
 def library(arch):
     """the path of the compiled layer"""
-    folder, stem = cache_folder(), digest(*SOURCES.values(), arch, *FLAGS)
+    more = [os.environ.get(f"NVCC_{which}_FLAGS", "") for which in ("PREPEND", "APPEND")]
+    folder, stem = cache_folder(), digest(*SOURCES.values(), arch, *FLAGS, *more)
     nvcc = find_nvcc()
     if nvcc is None:
         compiled = sorted(folder.glob(stem + "-*.so"), key=os.path.getmtime)
@@ -2229,7 +2242,7 @@ def load(path):
     return lib
 
 
-LAYER_BAD_SHAPE, LAYER_BAD_DEVICE = 3, 5   # as in layer.h
+LAYER_BAD_SHAPE, LAYER_BAD_DEVICE, LAYER_NO_MEMORY = 3, 5, 6   # as in layer.h
 
 
 def explain(lib, status):
@@ -2280,9 +2293,9 @@ class Layer:
 NUMBERS, LIVE = itertools.count(), weakref.WeakValueDictionary()   # number: handle
 
 def build_layer(weights, kv_cache, cfg, max_seq_len):
-    """A handle for layer_step. Weights and caches are used in place: the handle keeps
-    them alive. Steps read the weights where they lie: what is written there, in the
-    order of the stream, the next step sees; what lies elsewhere wants a refresh."""
+    """A handle for layer_step, which keeps the weights and the caches alive. The caches
+    are used in place. When what is written to the weights later is seen, the head of
+    this file says."""
     c = check_cfg(cfg)
     w, device = check_weights(weights, c)
     (k, v), rows = check_cache(kv_cache, c, max_seq_len, device, w)
@@ -2290,9 +2303,12 @@ def build_layer(weights, kv_cache, cfg, max_seq_len):
     config = Config(max_seq_len=rows, **c)
     addresses = Weights(**{name: t.data_ptr() for name, t in w.items()})
     pointer = ctypes.c_void_p()
+    given = (ctypes.byref(pointer), config, addresses, k.data_ptr(), v.data_ptr())
     with torch.cuda.device(device):
-        status = lib.layer_build(ctypes.byref(pointer), config, addresses, k.data_ptr(),
-                                 v.data_ptr())
+        status = lib.layer_build(*given)
+        if status == LAYER_NO_MEMORY:   # what PyTorch keeps in reserve may be enough
+            torch.cuda.empty_cache()
+            status = lib.layer_build(*given)
         torch.cuda.synchronize()
     if status == LAYER_BAD_SHAPE:
         refuse("cfg", cfg, lib.layer_strerror(status).decode())
@@ -2395,6 +2411,8 @@ def refresh(handle):
     leaves the handle as it was. Waits for steps still running."""
     if type(handle) is not Layer or handle.fast is None:
         refuse_handle(handle)
+    if not handle.given:
+        raise RuntimeError("the handle let go of its weights; build another layer")
     fresh = build_layer(*handle.given)
     status = handle.release()
     fresh.release.detach()

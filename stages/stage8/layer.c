@@ -281,6 +281,17 @@ static struct source source_of(const layer *l, int i)
 
 static int64_t packed_row(int64_t n, int64_t extra) { return n / 2 * 3 + extra; }
 
+static int claim(void **p, int64_t bytes)   /* of device memory */
+{
+    cudaError_t e = cudaMalloc(p, (size_t)bytes);
+    if (!e) return LAYER_OK;
+    *p = NULL;
+    if (e != cudaErrorMemoryAllocation) return LAYER_CUDA_FAILED;
+    cudaGetLastError();
+    return refused(LAYER_NO_MEMORY, "there are no %lld bytes of device memory for weights",
+                   (long long)bytes);
+}
+
 static int best_base(const uint32_t count[256], int64_t *inside)
 {
     int best = 1;
@@ -376,10 +387,8 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
     uint32_t seen[COUNTS];
     p.base = m->base, p.extra = m->extra = extra_bytes(exceptions, s.rows * pieces);
     int64_t bytes = s.rows * packed_row(s.columns, pieces * p.extra);
-    if (cudaMalloc(&l->owned[i], (size_t)(bytes + 4 * exceptions))) {
-        cudaGetLastError();
-        return LAYER_NO_MEMORY;
-    }
+    int none = claim(&l->owned[i], bytes + 4 * exceptions);
+    if (none) return none;
     p.packed = l->owned[i], p.more = (uint32_t *)(p.packed + bytes);
     if (cudaMemset(p.packed, 0, (size_t)(bytes + 4 * exceptions))
         || over_pieces(pack_rows, p, s) || over_pieces(unpack_rows, p, s)
@@ -401,12 +410,9 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
 static int pack_layer(layer *l)
 {
     uint32_t *counts;   /* device memory: [COUNTS] */
-    int bad = LAYER_OK;
     if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;   /* the weights are there */
-    if (cudaMalloc((void **)&counts, COUNTS * sizeof *counts)) {
-        cudaGetLastError();
-        return LAYER_NO_MEMORY;
-    }
+    int bad = claim((void **)&counts, COUNTS * sizeof *counts);
+    if (bad) return bad;
     for (int i = 0; i < MATRICES && !bad; i++) {
         int64_t exceptions = 0;
         bad = choose_window(l, i, counts, &exceptions);
@@ -630,15 +636,22 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
 }
 
 /* the two ways to step */
-static int check_step(layer *l, const void *x, const void *x_out)
+static int check_current(const layer *l)   /* the device */
 {
     int device;
-    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
-    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    broken.status = LAYER_OK;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
     return device == l->device ? LAYER_OK
          : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
                    "is current", l->device, device);
+}
+
+static int check_step(layer *l, const void *x, const void *x_out)
+{
+    broken.status = LAYER_OK;
+    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
+    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    return check_current(l);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
@@ -667,6 +680,8 @@ int layer_status(layer *l)
 {
     uint32_t status;
     if (!l) return LAYER_BAD_ARGUMENT;
+    int bad = check_current(l);
+    if (bad) return bad;
     if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
     if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
         return LAYER_CUDA_FAILED;
@@ -702,6 +717,7 @@ int layer_packing_of(const layer *l, int matrix, layer_packing *out)
 
 int64_t layer_weight_bytes(const layer *l)
 {
+    if (!l) return 0;
     int64_t bytes = 4 * l->c.d;
     for (int i = 0; i < MATRICES; i++) bytes += l->packing[i].bytes;
     return bytes;
@@ -713,7 +729,9 @@ int layer_unpack(layer *l, int matrix, void *out)
     if (misaligned(out)) return LAYER_BAD_ALIGNMENT;
     struct source s = source_of(l, matrix);
     const struct matrix *m = l->args.m + matrix;
-    int bad = 0;
+    int bad = check_current(l);
+    if (bad) return bad;
+    if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
 #ifndef TWIN
     struct pack_args p = pack_args_of(s, NULL);
     p.packed = (char *)m->at, p.more = (uint32_t *)m->more, p.out = out;
@@ -728,10 +746,8 @@ int layer_unpack(layer *l, int matrix, void *out)
 
 static int own(void **copy, const void *from, int64_t bytes)
 {
-    if (cudaMalloc(copy, (size_t)bytes)) {
-        cudaGetLastError();
-        return LAYER_NO_MEMORY;
-    }
+    int none = claim(copy, bytes);
+    if (none) return none;
     if (!cudaMemcpy(*copy, from, (size_t)bytes, cudaMemcpyDeviceToDevice))
         return LAYER_OK;
     cudaFree(*copy);
@@ -744,7 +760,8 @@ int layer_own_weights(layer *l)
     if (!l) return LAYER_BAD_ARGUMENT;
     void **norms = l->owned + MATRICES;
     int64_t bytes = 2 * l->c.d;
-    int bad = LAYER_OK;
+    int bad = check_current(l);
+    if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
     for (int i = 0; i < MATRICES && !bad; i++) {
         struct matrix *m = l->args.m + i;
         if (l->owned[i]) continue;   /* packed, or copied before */

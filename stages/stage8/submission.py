@@ -5,9 +5,15 @@
     x_out = layer_step(handle, x, pos)
     teardown(handle)
 
+    refresh(handle)       packs anew what the dict and its tensors hold now
     packing(handle)       what became of each matrix
     bytes_read(handle)    of weights, in a step
     own_weights(handle)   from then on the caller may drop the weights
+
+The weights are packed when the handle is built. What is written to them later is seen
+only after refresh(handle), which holds both packed copies for a moment; until then a
+step may see some of it. A graph captured before own_weights or refresh has to be
+captured again.
 
 Needs PyTorch, a GPU of compute capability 9.0 or later and, the first time, nvcc.
 """
@@ -1993,7 +1999,8 @@ int64_t layer_weight_bytes(const layer *l);
 int layer_unpack(layer *l, int matrix, void *out);
 /* Copies what steps still read of the caller's weights (norms, and what did not
    compress), so that from then on the caller may free all of them. Waits for the
-   device. After LAYER_NO_MEMORY the layer works as before, and still needs them. */
+   device. After LAYER_NO_MEMORY the layer works as before, and still needs them. A graph
+   captured before still reads the old ones, and has to be captured again. */
 int layer_own_weights(layer *l);
 #ifdef __cplusplus
 }
@@ -2286,6 +2293,17 @@ static struct source source_of(const layer *l, int i)
 
 static int64_t packed_row(int64_t n, int64_t extra) { return n / 2 * 3 + extra; }
 
+static int claim(void **p, int64_t bytes)   /* of device memory */
+{
+    cudaError_t e = cudaMalloc(p, (size_t)bytes);
+    if (!e) return LAYER_OK;
+    *p = NULL;
+    if (e != cudaErrorMemoryAllocation) return LAYER_CUDA_FAILED;
+    cudaGetLastError();
+    return refused(LAYER_NO_MEMORY, "there are no %lld bytes of device memory for weights",
+                   (long long)bytes);
+}
+
 static int best_base(const uint32_t count[256], int64_t *inside)
 {
     int best = 1;
@@ -2381,10 +2399,8 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
     uint32_t seen[COUNTS];
     p.base = m->base, p.extra = m->extra = extra_bytes(exceptions, s.rows * pieces);
     int64_t bytes = s.rows * packed_row(s.columns, pieces * p.extra);
-    if (cudaMalloc(&l->owned[i], (size_t)(bytes + 4 * exceptions))) {
-        cudaGetLastError();
-        return LAYER_NO_MEMORY;
-    }
+    int none = claim(&l->owned[i], bytes + 4 * exceptions);
+    if (none) return none;
     p.packed = l->owned[i], p.more = (uint32_t *)(p.packed + bytes);
     if (cudaMemset(p.packed, 0, (size_t)(bytes + 4 * exceptions))
         || over_pieces(pack_rows, p, s) || over_pieces(unpack_rows, p, s)
@@ -2406,12 +2422,9 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
 static int pack_layer(layer *l)
 {
     uint32_t *counts;   /* device memory: [COUNTS] */
-    int bad = LAYER_OK;
     if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;   /* the weights are there */
-    if (cudaMalloc((void **)&counts, COUNTS * sizeof *counts)) {
-        cudaGetLastError();
-        return LAYER_NO_MEMORY;
-    }
+    int bad = claim((void **)&counts, COUNTS * sizeof *counts);
+    if (bad) return bad;
     for (int i = 0; i < MATRICES && !bad; i++) {
         int64_t exceptions = 0;
         bad = choose_window(l, i, counts, &exceptions);
@@ -2635,15 +2648,22 @@ int layer_build(layer **out, const layer_config *c, const layer_weights *w,
 }
 
 /* the two ways to step */
-static int check_step(layer *l, const void *x, const void *x_out)
+static int check_current(const layer *l)   /* the device */
 {
     int device;
-    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
-    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    broken.status = LAYER_OK;
     if (cudaGetDevice(&device)) return LAYER_CUDA_FAILED;
     return device == l->device ? LAYER_OK
          : refused(LAYER_BAD_DEVICE, "the layer was built on device %d, and device %d "
                    "is current", l->device, device);
+}
+
+static int check_step(layer *l, const void *x, const void *x_out)
+{
+    broken.status = LAYER_OK;
+    if (!l || !x || !x_out) return LAYER_BAD_ARGUMENT;
+    if (misaligned(x) || misaligned(x_out)) return LAYER_BAD_ALIGNMENT;
+    return check_current(l);
 }
 
 int layer_step(layer *l, const void *x, int64_t pos, void *x_out, cudaStream_t stream)
@@ -2672,6 +2692,8 @@ int layer_status(layer *l)
 {
     uint32_t status;
     if (!l) return LAYER_BAD_ARGUMENT;
+    int bad = check_current(l);
+    if (bad) return bad;
     if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
     if (cudaMemcpy(&status, l->status, sizeof status, cudaMemcpyDeviceToHost))
         return LAYER_CUDA_FAILED;
@@ -2707,6 +2729,7 @@ int layer_packing_of(const layer *l, int matrix, layer_packing *out)
 
 int64_t layer_weight_bytes(const layer *l)
 {
+    if (!l) return 0;
     int64_t bytes = 4 * l->c.d;
     for (int i = 0; i < MATRICES; i++) bytes += l->packing[i].bytes;
     return bytes;
@@ -2718,7 +2741,9 @@ int layer_unpack(layer *l, int matrix, void *out)
     if (misaligned(out)) return LAYER_BAD_ALIGNMENT;
     struct source s = source_of(l, matrix);
     const struct matrix *m = l->args.m + matrix;
-    int bad = 0;
+    int bad = check_current(l);
+    if (bad) return bad;
+    if (cudaDeviceSynchronize()) return LAYER_CUDA_FAILED;
 #ifndef TWIN
     struct pack_args p = pack_args_of(s, NULL);
     p.packed = (char *)m->at, p.more = (uint32_t *)m->more, p.out = out;
@@ -2733,10 +2758,8 @@ int layer_unpack(layer *l, int matrix, void *out)
 
 static int own(void **copy, const void *from, int64_t bytes)
 {
-    if (cudaMalloc(copy, (size_t)bytes)) {
-        cudaGetLastError();
-        return LAYER_NO_MEMORY;
-    }
+    int none = claim(copy, bytes);
+    if (none) return none;
     if (!cudaMemcpy(*copy, from, (size_t)bytes, cudaMemcpyDeviceToDevice))
         return LAYER_OK;
     cudaFree(*copy);
@@ -2749,7 +2772,8 @@ int layer_own_weights(layer *l)
     if (!l) return LAYER_BAD_ARGUMENT;
     void **norms = l->owned + MATRICES;
     int64_t bytes = 2 * l->c.d;
-    int bad = LAYER_OK;
+    int bad = check_current(l);
+    if (!bad && cudaDeviceSynchronize()) bad = LAYER_CUDA_FAILED;
     for (int i = 0; i < MATRICES && !bad; i++) {
         struct matrix *m = l->args.m + i;
         if (l->owned[i]) continue;   /* packed, or copied before */
@@ -2970,7 +2994,8 @@ def version_of(nvcc):
 
 def library(arch):
     """the path of the compiled layer"""
-    folder, stem = cache_folder(), digest(*SOURCES.values(), arch, *FLAGS)
+    more = [os.environ.get(f"NVCC_{which}_FLAGS", "") for which in ("PREPEND", "APPEND")]
+    folder, stem = cache_folder(), digest(*SOURCES.values(), arch, *FLAGS, *more)
     nvcc = find_nvcc()
     if nvcc is None:
         compiled = sorted(folder.glob(stem + "-*.so"), key=os.path.getmtime)
@@ -3031,7 +3056,7 @@ def load(path):
     return lib
 
 
-LAYER_BAD_SHAPE, LAYER_BAD_DEVICE = 3, 5   # as in layer.h
+LAYER_BAD_SHAPE, LAYER_BAD_DEVICE, LAYER_NO_MEMORY = 3, 5, 6   # as in layer.h
 
 
 def explain(lib, status):
@@ -3082,9 +3107,9 @@ class Layer:
 NUMBERS, LIVE = itertools.count(), weakref.WeakValueDictionary()   # number: handle
 
 def build_layer(weights, kv_cache, cfg, max_seq_len):
-    """A handle for layer_step. Weights and caches are used in place: the handle keeps
-    them alive. Steps read the weights where they lie: what is written there, in the
-    order of the stream, the next step sees; what lies elsewhere wants a refresh."""
+    """A handle for layer_step, which keeps the weights and the caches alive. The caches
+    are used in place. When what is written to the weights later is seen, the head of
+    this file says."""
     c = check_cfg(cfg)
     w, device = check_weights(weights, c)
     (k, v), rows = check_cache(kv_cache, c, max_seq_len, device, w)
@@ -3092,9 +3117,12 @@ def build_layer(weights, kv_cache, cfg, max_seq_len):
     config = Config(max_seq_len=rows, **c)
     addresses = Weights(**{name: t.data_ptr() for name, t in w.items()})
     pointer = ctypes.c_void_p()
+    given = (ctypes.byref(pointer), config, addresses, k.data_ptr(), v.data_ptr())
     with torch.cuda.device(device):
-        status = lib.layer_build(ctypes.byref(pointer), config, addresses, k.data_ptr(),
-                                 v.data_ptr())
+        status = lib.layer_build(*given)
+        if status == LAYER_NO_MEMORY:   # what PyTorch keeps in reserve may be enough
+            torch.cuda.empty_cache()
+            status = lib.layer_build(*given)
         torch.cuda.synchronize()
     if status == LAYER_BAD_SHAPE:
         refuse("cfg", cfg, lib.layer_strerror(status).decode())
@@ -3197,6 +3225,8 @@ def refresh(handle):
     leaves the handle as it was. Waits for steps still running."""
     if type(handle) is not Layer or handle.fast is None:
         refuse_handle(handle)
+    if not handle.given:
+        raise RuntimeError("the handle let go of its weights; build another layer")
     fresh = build_layer(*handle.given)
     status = handle.release()
     fresh.release.detach()
@@ -3224,9 +3254,9 @@ class Packing(ctypes.Structure):   # layer_packing of layer.h
 
 def library_of(handle):
     """the handle's library and its layer, as C takes it"""
-    if type(handle) is not Layer or handle.pointer is None:
+    if type(handle) is not Layer or handle.fast is None:
         refuse_handle(handle)
-    return handle.lib, ctypes.c_void_p(handle.pointer)
+    return handle.lib, ctypes.c_void_p(handle.fast[1])
 
 
 def packing(handle):
@@ -3253,8 +3283,8 @@ def own_weights(handle):
     """Copies what steps still read of the caller's weights; the handle then lets go of
     them. Waits for the device."""
     lib, layer = library_of(handle)
-    with torch.cuda.device(handle.index):
+    with torch.cuda.device(handle.device):
         status = lib.layer_own_weights(layer)
     if status:
         raise RuntimeError(explain(lib, status))
-    handle.tensors = handle.tensors[-2:]   # the caches
+    handle.tensors, handle.given = handle.tensors[-2:], ()   # the caches

@@ -5,4 +5,5 @@ NEVER(cudaMalloc) NEVER(cudaFree) NEVER(cudaMemset) NEVER(cudaMemcpy) NEVER(cuda
 NEVER(cudaSetDevice) NEVER(cudaDeviceSynchronize) NEVER(cudaGetLastError) NEVER(cudaFuncSetAttribute)
 NEVER(cudaDeviceGetAttribute) NEVER(cudaOccupancyMaxActiveBlocksPerMultiprocessor)
 NEVER(cudaLaunchKernelExC) NEVER(cudaGetErrorString) NEVER(cudaPeekAtLastError) NEVER(cudaGetDeviceCount)
-NEVER(cudaGetDeviceProperties) NEVER(whole_layer) NEVER(fill) NEVER(read_stream)
+NEVER(cudaGetDeviceProperties) NEVER(cudaDriverGetVersion) NEVER(cudaRuntimeGetVersion)
+ NEVER(whole_layer) NEVER(fill) NEVER(read_stream)
