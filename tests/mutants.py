@@ -24,7 +24,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PYTHON = os.environ.get("PYTHON") or sys.executable
 REQUIRED = 0.95    # of all faults: below it the runs are too weak, whatever the reasons
-SECONDS = 90       # of one run; a mutant may spin for ever
+SECONDS = 240      # of one run; a mutant may spin for ever, and the machine be busy
 
 ONE_KV = "--d=128 --ffn=192 --n-q=2 --n-kv=1 --hd=64 --prefill=70"     # 2 pieces, unequal
 PIECES = "--d=128 --ffn=384 --n-q=4 --n-kv=2 --hd=64 --prefill=70"     # 2 pieces, equal
