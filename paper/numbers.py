@@ -102,9 +102,9 @@ def readable(path):
     define(f"{name}-gpu", header.get("gpu", ""))
     known = [header.get("gpu")] + [f"{word} {header[key]}" for key, word in (
         ("driver", "driver"), ("cuda", "CUDA"), ("commit", "commit")) if key in header]
-    known = [part.replace("commit working tree", "a working tree") for part in known]
     known.append(header.get("date", "")[:10])
-    define(f"{name}-provenance", ", ".join(part for part in known if part))
+    define(f"{name}-provenance", ", ".join(part.replace("commit working tree", "a working tree")
+                                           for part in known if part))
 
 
 LAYERS = (("layer", "l", "shape", None), ("keys", "r", "keys", "%.0f"), ("$d$", "r", "d", "%.0f"),

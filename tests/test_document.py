@@ -93,7 +93,8 @@ def keys_without_a_value(asked, defined):
         stage = re.match(r"(?:ladder|traffic|later|account)[-/](\d+)[-/]", key)
         if stage and f"ladder-{stage.group(1)}-us" not in defined:
             continue
-        if "/" in key and not list((tools.ROOT / "data").glob(key.split("/")[0] + ".*")):
+        name = re.match(r"[^/]*(?=/)|shapes(?=-)", key)
+        if name and not list((tools.ROOT / "data").glob(name.group(0) + ".*")):
             continue
         wrong.append(key)
     return wrong
