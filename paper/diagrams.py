@@ -232,6 +232,8 @@ def stage5():
 
 
 PHASES = (("QKV", 16), ("att.", 8), ("$W_o$", 14), ("gate, up", 50), ("down", 30))
+SIX = {5: (("QKV", 15), ("att.", 8), ("merge", 8), ("$W_o$", 13), ("gate, up, down", 76), ("+", 6)),
+       6: (("QKV", 15), ("att.", 8), ("merge", 8), ("$W_o$", 13), ("gate, up", 52), ("down", 30))}
 
 
 def in_flight(p, x, width, y, height):
@@ -249,18 +251,17 @@ def stage6():
     p.text(0, 17, "stage 6:", "l")
     p.text(0, 13.5, "one launch", "l")
     x = 20
-    for name, width in PHASES:
-        p.box(x, 37, width - 2, 5, name, BLUE, r"\scriptsize")
-        in_flight(p, x, width - 2, 28, 6)
-        x += width + 2
+    for name, width in SIX[5]:
+        p.box(x, 37, width - 0.6, 5, name, BLUE, r"\scriptsize" if width > 8 else r"\tiny")
+        in_flight(p, x, width - 0.6, 28, 6)
+        x += width + 1
     x = 20
-    for i, (name, width) in enumerate(PHASES):
-        p.box(x, 16, width, 5, name, BLUE, r"\scriptsize")
+    for i, (name, width) in enumerate(SIX[6]):
+        p.box(x, 16, width, 5, name, BLUE, r"\scriptsize" if width > 8 else r"\tiny")
         in_flight(p, x, width, 7, 6)
         x += width
-        if i < len(PHASES) - 1:
+        if i < len(SIX[6]) - 1:
             p.line((x, 5.5), (x, 23.5), width=1.2)
-    p.text(x + 1, 18.5, "", "l")
     p.text(20, 25.5, "grid barriers", "l", font=r"\scriptsize")
     p.text(148, 25.5, "below each row: bytes in flight", "r", font=r"\scriptsize")
     p.arrow(20, 3, 148, 3)
@@ -297,6 +298,33 @@ def stage7():
         p.arrow(at, 20, at, 12)
     p.arrow(27, 3, 148, 3)
     p.text(21, 3, "time", font=r"\scriptsize")
+    return p
+
+
+def stage8():
+    """The bits of a weight, and the bytes of a row."""
+    p, step = Picture(150, 44), 4.6
+    for y, words in ((38, ("bf16:", "16 bits")), (24, ("packed:", "12 bits"))):
+        for i, word in enumerate(words):
+            p.text(0, y + 1.5 - 3.6 * i, word, "l")
+    places = {36: [16 + step * i for i in range(16)], 22: [16] + [16 + step * (i + 5) for i in range(11)]}
+    for y, xs in places.items():
+        for i, x in enumerate(xs):
+            p.area(x, y, step, 5, BLUE if not i else ORANGE if i < len(xs) - 7 else PALE)
+    for x in (places[36][0], places[36][9], places[36][15]):
+        p.arrow(x + step / 2, 36, x + step / 2, 27)
+    p.line((places[36][1], 36), (places[22][1], 27), width=0.3)
+    p.line((places[36][9], 36), (places[22][5], 27), width=0.3)
+    for x, colour, word in ((96, BLUE, "sign"), (112, ORANGE, "exponent"), (132, PALE, "mantissa")):
+        p.area(x, 37, 3, 3, colour)
+        p.text(x + 4, 38.5, word, "l", font=r"\scriptsize")
+    p.text(96, 24.5, "of the exponent, which of sixteen", "l", font=r"\scriptsize")
+    p.text(0, 12, "a row of", "l")
+    p.text(0, 8.4, r"$W$", "l")
+    p.box(16, 12, 104, 4, "16 bits a weight", WHITE, r"\tiny")
+    p.box(16, 5, 78, 4, "12 bits a weight", WHITE, r"\tiny")
+    p.area(94, 5, 2, 4, ORANGE)
+    p.text(98, 7, "exceptions: column and weight, as they are", "l", font=r"\scriptsize")
     return p
 
 
@@ -345,7 +373,7 @@ def layer():
 
 
 DIAGRAMS = {f.__name__: f for f in (layer, stage0, stage1, stage2, stage3, stage4, stage5, stage6,
-                                    stage7)}
+                                    stage7, stage8)}
 
 
 def main(folder):

@@ -72,7 +72,7 @@ def ladder(data, escape):
     bars = []
     for row in rows:
         bars.append((-len(bars), row["us_median"], row["us_p10"], row["us_p90"],
-                     quoted(escape(f"{row['title']}  {row['stage']:.0f} ({row['launches']:.0f})")),
+                     quoted(escape(f"{row['stage']:.0f}  {row['title']} ({row['launches']:.0f})")),
                      quoted(f"{row['x_read_limit']:.2f} ×"), 0))
     for row in peers_of_a_layer(data):
         count = "" if row["launches"] is None else f" ({row['launches']:.0f})"
@@ -146,7 +146,7 @@ def timeline(data, escape):
             f"{row['sm']:.0f} {row['start_us']} {row['end_us']} {colours[row['phase']]}\n"
             for row in rows)
         files[f"panel{panel}-names.dat"] = lines_of(names)
-        variables.update({f"title{panel}": f"stage {stage}",
+        variables.update({f"title{panel}": f"stage {stage}, block",
                           f"sms{panel}": 1 + max(row["sm"] for row in rows)})
         variables["longest"] = max([variables["longest"]] + [row["end_us"] for row in rows])
     if not files:
@@ -159,11 +159,12 @@ def exponents(data, escape):
     path = have(data / "exponents.csv")
     _, rows = tables.read(path, ("place",), needed=("place",))
     kinds = [column for column in rows[0] if column != "place"]
+    shown = {"heavy": "heavy-tailed", "network": "trained"}   # as the tables of the text name them
     shares = [[tables.number(row[kind], f"{path}, place {row['place']:.0f}, {kind}") for kind in kinds]
               for row in rows]
     return {"exponents.dat": lines_of([(f"{row['place']:.0f}", *("NaN" if share is None else share for share in mine))
                                        for row, mine in zip(rows, shares)])}, \
-        dict(kinds=len(kinds), names=" ".join(kinds))
+        dict(kinds=len(kinds), names=" ".join(shown.get(kind, kind) for kind in kinds))
 
 
 FIGURES = dict(ladder=ladder, roofline=roofline, waterfall=waterfall, timeline=timeline,

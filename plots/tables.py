@@ -9,6 +9,7 @@ import io
 import math
 import os
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -149,6 +150,7 @@ def place(header):
     known = [header.get("gpu", "an unknown GPU")]
     known += [f"{name} {header[key]}" for key, name in (("driver", "driver"), ("cuda", "CUDA"),
                                                         ("commit", "commit")) if key in header]
+    known = [part.replace("commit working tree", "a working tree") for part in known]
     return ", ".join(known + [header.get("date", "")[:10]])
 
 
@@ -184,7 +186,7 @@ def markdown(header, rows, first, heading, graph):
                   shown(row, "rel_err", "{:.1e}").replace("e-0", "e-")]
         lines.append(cells)
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    note = header.get("note", "")
+    note = re.sub(r"(?<=\d) us\b", " µs", header.get("note", ""))
     return f"{text}\n\nMeasured on {place(header)}.\n" + (f"Note: {note}.\n" if note else "")
 
 

@@ -10,7 +10,7 @@ set bmargin 3
 set tmargin 2.2
 set lmargin 9
 do for [panel = 1:panels] {
-    set ylabel value(sprintf('title%d', panel)).', SM'
+    set ylabel value(sprintf('title%d', panel))
     set xlabel (panel == panels ? 'µs' : '')
     sms = value(sprintf('sms%d', panel))
     set ytics 0, 40, sms

@@ -93,7 +93,8 @@ def keys_without_a_value(asked, defined):
         stage = re.match(r"(?:ladder|traffic|later|account)[-/](\d+)[-/]", key)
         if stage and f"ladder-{stage.group(1)}-us" not in defined:
             continue
-        if "/" in key and not list((tools.ROOT / "data").glob(key.split("/")[0] + ".*")):
+        name = re.match(r"[^/]*(?=/)|shapes(?=-)", key)
+        if name and not list((tools.ROOT / "data").glob(name.group(0) + ".*")):
             continue
         if key.startswith("shapes-") and not (tools.ROOT / "data" / "shapes.csv").exists():
             continue
@@ -162,6 +163,20 @@ def test_the_account_of_a_step_adds_up(tmp_path):
     assert float(made["model-rest"]) == pytest.approx(20 - 10 - 2 + 4, abs=0.11)
     assert float(made["model-16-1-ms"]) == pytest.approx((16 * (400 + 12) + 12) / 1000, abs=0.06)
     assert float(made["model-16-4-layer"]) == pytest.approx(100 + 12 + 10, abs=0.6)
+
+
+def test_what_was_measured_later_is_set_beside_the_ladder(tmp_path):
+    (tmp_path / "ladder.csv").write_text(
+        "# noise: stage 7 twice: 403.5 and 402.25 us\nstage,us_median,x_read_limit,x_copy_floor,read_tbs\n"
+        "0,1000,,,\n1,700,,,\n7,400,,,\n", encoding="utf-8")
+    (tmp_path / "later.csv").write_text("# note: then 928 us\nstage,us_median\n0,750\n5,460\n6,447.5\n7,450\n",
+                                        encoding="utf-8")
+    made = numbers_of(tmp_path)
+    for key, value in {"ladder-apart-us": "3.5", "threads-us": "250", "later-1-saved": "50.0",
+                       "later-6-saved": "12.5", "later-7-saved": "-2.5", "later-6-us": "447.5",
+                       "later/note": r"then 928~\textmu s"}.items():
+        assert made[key] == value, key
+    assert "later-5-saved" not in made
 
 
 def test_the_sketches_show_the_shape_that_was_measured():
