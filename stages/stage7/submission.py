@@ -6,8 +6,8 @@
     refresh(handle)        # only after a tensor of the weights was given other memory
     teardown(handle)
 
-Steps read the weights where they lie: what is written there, in the order of the stream,
-the next step sees.
+Steps read the weights where they lie: what is written there, in the order of the
+stream, the next step sees.
 
 Needs PyTorch, a GPU of compute capability 9.0 or later and, the first time, nvcc.
 """
@@ -2180,7 +2180,7 @@ def version_of(nvcc):
 
 def library(arch):
     """the path of the compiled layer"""
-    more = [os.environ.get(f"NVCC_{which}_FLAGS", "") for which in ("PREPEND", "APPEND")]
+    more = [os.environ.get(f"NVCC_{p}PEND_FLAGS", "") for p in ("AP", "PRE")]
     folder, stem = cache_folder(), digest(*SOURCES.values(), arch, *FLAGS, *more)
     nvcc = find_nvcc()
     if nvcc is None:

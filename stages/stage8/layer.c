@@ -288,8 +288,8 @@ static int claim(void **p, int64_t bytes)   /* of device memory */
     *p = NULL;
     if (e != cudaErrorMemoryAllocation) return LAYER_CUDA_FAILED;
     cudaGetLastError();
-    return refused(LAYER_NO_MEMORY, "there are no %lld bytes of device memory for weights",
-                   (long long)bytes);
+    return refused(LAYER_NO_MEMORY, "there are no %lld bytes of device memory for "
+                   "weights", (long long)bytes);
 }
 
 static int best_base(const uint32_t count[256], int64_t *inside)

@@ -95,8 +95,8 @@ int64_t layer_weight_bytes(const layer *l);
 int layer_unpack(layer *l, int matrix, void *out);
 /* Copies what steps still read of the caller's weights (norms, and what did not
    compress), so that from then on the caller may free all of them. Waits for the
-   device. After LAYER_NO_MEMORY the layer works as before, and still needs them. A graph
-   captured before still reads the old ones, and has to be captured again. */
+   device. After LAYER_NO_MEMORY the layer works as before, and still needs them. A
+   graph captured before still reads the old ones, and has to be captured again. */
 int layer_own_weights(layer *l);
 #ifdef __cplusplus
 }

@@ -1999,8 +1999,8 @@ int64_t layer_weight_bytes(const layer *l);
 int layer_unpack(layer *l, int matrix, void *out);
 /* Copies what steps still read of the caller's weights (norms, and what did not
    compress), so that from then on the caller may free all of them. Waits for the
-   device. After LAYER_NO_MEMORY the layer works as before, and still needs them. A graph
-   captured before still reads the old ones, and has to be captured again. */
+   device. After LAYER_NO_MEMORY the layer works as before, and still needs them. A
+   graph captured before still reads the old ones, and has to be captured again. */
 int layer_own_weights(layer *l);
 #ifdef __cplusplus
 }
@@ -2300,8 +2300,8 @@ static int claim(void **p, int64_t bytes)   /* of device memory */
     *p = NULL;
     if (e != cudaErrorMemoryAllocation) return LAYER_CUDA_FAILED;
     cudaGetLastError();
-    return refused(LAYER_NO_MEMORY, "there are no %lld bytes of device memory for weights",
-                   (long long)bytes);
+    return refused(LAYER_NO_MEMORY, "there are no %lld bytes of device memory for "
+                   "weights", (long long)bytes);
 }
 
 static int best_base(const uint32_t count[256], int64_t *inside)
@@ -2994,7 +2994,7 @@ def version_of(nvcc):
 
 def library(arch):
     """the path of the compiled layer"""
-    more = [os.environ.get(f"NVCC_{which}_FLAGS", "") for which in ("PREPEND", "APPEND")]
+    more = [os.environ.get(f"NVCC_{p}PEND_FLAGS", "") for p in ("AP", "PRE")]
     folder, stem = cache_folder(), digest(*SOURCES.values(), arch, *FLAGS, *more)
     nvcc = find_nvcc()
     if nvcc is None:
