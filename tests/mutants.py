@@ -302,6 +302,29 @@ HOST_6 = [
     ("a split too few has memory", "(l->c.max_seq_len + SPLIT_KEYS - 1) / SPLIT_KEYS)", "l->c.max_seq_len / SPLIT_KEYS)"),
 ]
 
+# What stage 8's kernels have of their own; the rest of them are stage 7's chunks.
+EIGHT = [
+    ("a constant bit of the exponent missing", "| 0x38383838u", "| 0x30303030u"),
+    ("the tops of the second four not turned", "upper_bytes(tops << 4 | tops >> 28)", "upper_bytes(tops >> 4)"),
+    ("the window an exponent too wide", ">= (uint32_t)WINDOW;", "> (uint32_t)WINDOW;"),
+    ("exceptions keep their place among the weights", "return outside(w, base) ? STAND_IN :", "return 0 ? STAND_IN :"),
+    ("what the stand-ins add stays", "fmaf(-stand_in, e.inputs, sum)", "fmaf(0 * stand_in, e.inputs, sum)"),
+    ("a row's sum not scaled back", "sum), scale, e.products)", "sum), 1, e.products)"),
+    ("lo of the input of an exception left out", "bf16_to_f32(hi[column]) + bf16_to_f32(hi[n + column])",
+     "bf16_to_f32(hi[column])"),
+    ("the first exception of a row skipped", "for (uint32_t i = (uint32_t)lane_id(); i < count; i += 32)",
+     "for (uint32_t i = (uint32_t)lane_id() + 1; i < count; i += 32)"),
+    ("tops of another step", "(r.at + r.n + k / 2 + 8 * lane_id())", "(r.at + r.n + k / 2 + 8)"),
+    ("the rest of a row packed like a whole step", "if (step + STEP > n) return c / 8;", ""),
+    ("packed rows without their lists", "return m->packed ? n / 2 * 3 + m->extra : 2 * n;",
+     "return m->packed ? n / 2 * 3 : 2 * n;"),
+    ("bytes of the low rows announced twice", "(uint32_t)(bytes + r.count * high.bytes)", "(uint32_t)(2 * bytes)"),
+    ("high rows on top of the low ones", "copy_rows(a, s, p, bytes, high", "copy_rows(a, s, p, 0, high"),
+    ("every piece of down is the first", "s.at += m->packed ? piece * a->d", "s.at += m->packed ? 0 * a->d"),
+    ("one list of exceptions for all lanes", "(uint32_t)(c + j) << 16", "(uint32_t)c << 16"),
+    ("a row's count is of one lane", "    for (int m = 16; m; m /= 2) count += shfl_xor_u32(count, m);\n", ""),
+]
+
 REASONS = {
     "one block more than multiprocessors":
         "at small shapes two blocks fit on one; a grid that does not fit the cooperative "
@@ -323,9 +346,9 @@ FAULTS = {
     "stage6": (RUNS_6, {"kernels.cu": SIX, "layer.c": HOST + HOST_6}),
     "stage7": (RUNS, {"kernels.cu": MUTANTS, "layer.c": HOST}),
 }
-if (ROOT / "stages" / "stage8").exists():     # the host side that it has in common with the others
-    SOURCE_8 = (ROOT / "stages" / "stage8" / "layer.c").read_text(encoding="utf-8")
-    FAULTS["stage8"] = (RUNS, {"layer.c": [fault for fault in HOST if SOURCE_8.count(fault[1]) == 1]})
+SOURCE_8 = (ROOT / "stages" / "stage8" / "layer.c").read_text(encoding="utf-8")
+FAULTS["stage8"] = (RUNS, {   # of the host side, what it has in common with the others
+    "kernels.cu": EIGHT, "layer.c": [fault for fault in HOST if SOURCE_8.count(fault[1]) == 1]})
 
 
 def all_faults():
