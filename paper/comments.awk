@@ -1,10 +1,20 @@
 # A filter for noweave: puts the comments of C code between \codecomment and
 # \codecommentend, line by line, so that they can be set in grey. It runs after noweb's
-# own indexing, which cuts a line of code into several @text records.
+# own indexing, which cuts a line of code into several @text records. And it puts a
+# \lastlines before the end of a chunk, so that no page begins with a lone brace.
 
-function on()  { if (!shown) { print "@literal \\codecomment{}"; shown = 1 } }
-function off() { if (shown)  { print "@literal \\codecommentend{}"; shown = 0 } }
-function flush_text() { if (piece != "") print "@text " piece; piece = "" }
+function say(s) { if (code) held[++holds] = s; else print s }
+function release(    i, ends, from) {
+    for (i = holds; i > 0 && !from; i--) if (held[i] ~ /^@nl/ && ++ends == 3) from = i
+    for (i = 1; i <= holds; i++) {
+        if (i == from) print "@literal \\lastlines{}"
+        print held[i]
+    }
+    holds = 0
+}
+function on()  { if (!shown) { say("@literal \\codecomment{}"); shown = 1 } }
+function off() { if (shown)  { say("@literal \\codecommentend{}"); shown = 0 } }
+function flush_text() { if (piece != "") say("@text " piece); piece = "" }
 
 function scan(s,    i, c, two) {
     piece = ""
@@ -25,7 +35,7 @@ function scan(s,    i, c, two) {
 }
 
 /^@begin code/ { code = 1; state = "" }
-/^@end code/   { off(); code = 0 }
-code && /^@nl/ { off(); if (state != "/*") state = ""; print; next }
+/^@end code/   { off(); release(); code = 0 }
+code && /^@nl/ { off(); if (state != "/*") state = ""; say($0); next }
 code && /^@text ./ { if (state == "/*") on(); scan(substr($0, 7)); next }
-{ print }
+{ say($0) }

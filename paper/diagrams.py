@@ -324,7 +324,7 @@ def stage8():
     p.box(16, 12, 104, 4, "16 bits a weight", WHITE, r"\tiny")
     p.box(16, 5, 78, 4, "12 bits a weight", WHITE, r"\tiny")
     p.area(94, 5, 2, 4, ORANGE)
-    p.text(98, 7, "exceptions: column and weight, as they are", "l", font=r"\scriptsize")
+    p.text(98, 7, "exceptions, each with its column", "l", font=r"\scriptsize")
     return p
 
 

@@ -33,6 +33,7 @@ ESCAPES = {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "~": r"\textasciit
 def define(key, value):
     text = "".join(ESCAPES.get(c, c) for c in str(value).strip())
     text = re.sub(r"(?<=\d) us\b", r"~\\textmu s", text)
+    text = text.replace("--", "-{}-")
     text = re.sub(r"(?<=\d) x (?=\d)", r"\\,\\texttimes\\,", text)
     if text:
         print(r"\definemeasured{%s}{%s}" % (key, text))

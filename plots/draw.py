@@ -127,8 +127,9 @@ def waterfall(data, escape):
 
 def timeline(data, escape):
     """A row a block and phase: sm, start and end in us, colour; and for the name of each phase
-    its middle in us, the name, its colour, and which of three lines it goes on."""
+    its middle in us, the name, its colour, and which of three lines it goes on, the same in both panels: attention and merge are brief."""
     files, variables, colours = {}, dict(panels=0, longest=1.0), {}
+    lines = {quoted(name): line for name, line in (("attention", 1), ("merge", 2))}   # the others: 0
     for stage in (6, 7):
         path = data / f"timeline-{stage}.csv"
         if not path.exists():
@@ -140,7 +141,7 @@ def timeline(data, escape):
             colours.setdefault(row["phase"], len(colours))
         names = sorted((sum(r["start_us"] + r["end_us"] for r in mine) / 2 / len(mine),
                         quoted(escape(name)), colours[name]) for name, mine in phases.items())
-        names = [(*name, order % 3) for order, name in enumerate(names)]
+        names = [(*name, lines.get(name[1], 0)) for name in names]
         panel = variables["panels"] = variables["panels"] + 1
         files[f"panel{panel}.dat"] = "".join(
             f"{row['sm']:.0f} {row['start_us']} {row['end_us']} {colours[row['phase']]}\n"

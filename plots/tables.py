@@ -217,7 +217,8 @@ def result_block(data, figures):
                 f"**Stage {row['stage']:.0f}, {row['title']}: {row['us_median']:.1f} µs a layer**, "
                 + ", ".join(times + [f"{first['us_median'] / row['us_median']:.2f} times as fast as stage "
                                      f"{first['stage']:.0f}"])
-                + f". Measured on {place(header)}.\n")
+                + f". Measured on {place(header)}."
+                + " The code has changed since; see the note under the table." * ("note" in header) + "\n")
     if (figures / "ladder.svg").exists():
         parts.append("![The ladder: microseconds a layer for each stage](plots/ladder.svg)\n")
     return "\n".join(parts) or "Nothing is measured yet.\n"

@@ -169,12 +169,12 @@ def test_what_was_measured_later_is_set_beside_the_ladder(tmp_path):
     (tmp_path / "ladder.csv").write_text(
         "# noise: stage 7 twice: 403.5 and 402.25 us\nstage,us_median,x_read_limit,x_copy_floor,read_tbs\n"
         "0,1000,,,\n1,700,,,\n7,400,,,\n", encoding="utf-8")
-    (tmp_path / "later.csv").write_text("# note: then 928 us\nstage,us_median\n0,750\n5,460\n6,447.5\n7,450\n",
+    (tmp_path / "later.csv").write_text("# note: then 928 us of 64 x 64 --quick\nstage,us_median\n0,750\n5,460\n6,447.5\n7,450\n",
                                         encoding="utf-8")
     made = numbers_of(tmp_path)
     for key, value in {"ladder-apart-us": "3.5", "threads-us": "250", "later-1-saved": "50.0",
                        "later-6-saved": "12.5", "later-7-saved": "-2.5", "later-6-us": "447.5",
-                       "later/note": r"then 928~\textmu s"}.items():
+                       "later/note": r"then 928~\textmu s of 64\,\texttimes\,64 -{}-quick"}.items():
         assert made[key] == value, key
     assert "later-5-saved" not in made
 

@@ -85,7 +85,7 @@ def test_the_table_and_its_figure(tmp_path, wheel, few):
     assert header["network-weights"] == "22" and header["normal-weights"] == "65536"
     assert 12 <= float(header["normal-bits12"]) < 12.1
     files, variables = draw.exponents(tmp_path, draw.plain)
-    assert variables == dict(kinds=3, names="normal heavy network")
+    assert variables == dict(kinds=3, names="normal heavy-tailed trained")
     lines = files["exponents.dat"].splitlines()
     assert len(lines) == len(rows) and all(len(line.split("\t")) == 4 for line in lines)
     assert any("NaN" in line for line in lines)
