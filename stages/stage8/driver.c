@@ -563,6 +563,7 @@ static void print_packing(struct set *s)
     static const char *const names[] = { "q", "k", "v", "o", "gate", "up", "down" };
     const layer *l = s->l;
     double bytes = (double)layer_weight_bytes(l), given = 4.0 * (double)opt.c.d;
+    int raw = 0;
     for (int i = 0; i < LAYER_MATRICES; i++) {
         layer_packing p;
         ok(layer_packing_of(l, i, &p), "packing");
@@ -570,11 +571,14 @@ static void print_packing(struct set *s)
                8.0 * (double)p.bytes / (double)p.weights, (long long)p.exceptions,
                p.raw ? "not packed\n" : "");
         if (!p.raw) printf("exponents %d to %d\n", p.base, p.base + 15);
-        given += 2.0 * (double)p.weights;
+        given += 2.0 * (double)p.weights, raw += p.raw;
         element_size[WQ + i] = (double)p.bytes / (double)p.weights;
     }
     printf("  weights  %.4g of %.4g GB", bytes * 1e-9, given * 1e-9);
     printf(", built in %.3f s\n", build_seconds(s));
+#ifndef TWIN
+    verdict(!raw, "weights as they are drawn here are packed");
+#endif
 }
 
 static uint64_t digest(uint64_t seen, const void *p, size_t bytes)   /* FNV-1a */
