@@ -45,6 +45,7 @@ help:
 	@echo 'make traffic      bytes read and written by stages 4 and 5, by the hardware counters'
 	@echo 'make peers        measures PyTorch and the cuBLAS products beside stage 7 -> data/peers.csv'
 	@echo 'make exponents    how weights use their exponents -> data/exponents.csv; needs no GPU'
+	@echo 'make resources    registers, spills and code of every kernel -> data/resources.csv; needs nvcc, no GPU'
 	@echo 'make timeline     when each multiprocessor worked on which phase -> data/timeline-N.csv; N=7 one stage'
 	@echo 'make plots        data/ -> the figures in plots/, and the table in README.md; needs no GPU'
 	@echo 'make weave        layer.nw -> paper/layer.pdf'
@@ -304,7 +305,7 @@ python=$$($(python_with_a_gpu)); \
 "$$python" measure.py $(1)
 endef
 
-.PHONY: ladder peers plots exponents
+.PHONY: ladder peers plots exponents resources
 ladder: | $(FIRST)
 	@$(call measure,ladder $(if $(STAGES),--stages '$(STAGES)'),$(or $(STAGES),$(STAGES_HERE)))
 
@@ -320,6 +321,15 @@ WHEEL :=
 exponents: | $(FIRST)
 	@$(python_is_here)
 	@'$(PYTHON)' plots/exponents.py $(if $(WHEEL),--wheel '$(WHEEL)')
+
+# For the card that the document measures, whatever is here.
+resources: ARCH = 90a
+resources: | $(FIRST)
+	@[ -n '$(NVCC)' ] || { echo 'resources: there is no nvcc'; exit 2; }
+	@command -v readelf >/dev/null || { echo 'resources: readelf is missing; make deps installs it'; exit 2; }
+	@python3 plots/resources.py --nvcc '$(NVCC)' \
+	    --commit "$$(git describe --always --dirty=+ --abbrev=12 2>/dev/null || echo "$${COMMIT:-unknown}")" \
+	    -- $(filter-out -lineinfo -Werror all-warnings -Xcompiler -fPIC,$(GPU_FLAGS))
 
 # By ncu, on the drivers of the stages themselves.
 .PHONY: traffic
