@@ -430,6 +430,9 @@ mutants: | $(FIRST)
 	@$(python_is_here)
 	@PYTHON='$(PYTHON)' '$(PYTHON)' tests/mutants.py --out build/mutants.txt
 
+.DEFAULT:
+	@echo "make: nothing makes '$@' (stages are $(firstword $(WEB_STAGES)) to $(lastword $(WEB_STAGES))); make help lists the commands"; exit 2
+
 # ---------------------------------------------------------------- dist
 # Named after the commit where there is one, else after the day.
 VERSION = $(eval VERSION := $$(shell git describe --always --dirty 2>/dev/null || date +%Y%m%d))$(VERSION)
