@@ -137,7 +137,7 @@ STREAMS = """
 import ctypes, sys; sys.path.insert(0, sys.argv[1])
 from layers import SMALL, Layer, ref
 weights, cache = ref.make_weights(SMALL, 1), ref.make_cache(SMALL, 1)
-x, all = ref.make_x(SMALL, 1, 64), [Layer(sys.argv[2], SMALL, weights, cache) for _ in range(6)]
+x, all = ref.make_x(SMALL, 1, 64), [Layer(sys.argv[2], SMALL, weights, cache) for _ in range(12)]
 expected, lib = all[0].step(x, 64), all[0].lib
 streams = [ctypes.c_void_p() for _ in all]
 for layer, stream in zip(all, streams):
@@ -153,7 +153,7 @@ print("the same")
 
 
 @pytest.mark.parametrize("stage", COUNTING)
-def test_six_layers_on_six_streams(stage):
+def test_twelve_layers_on_twelve_streams(stage):
     """More blocks than the chip holds at once: whoever starts a grid that is not all there deadlocks."""
     status, output = tools.run([sys.executable, "-c", STREAMS, str(tools.ROOT / "tests"), stage], timeout=100)
     assert (status, output) == (0, "the same\n"), output
