@@ -38,7 +38,7 @@ help:
 	@echo '                  D= FFN= NQ= NKV= HD= PREFILL= choose another shape, SEED= other inputs,'
 	@echo '                  DEBUG=1 kernels whose waits are bounded and name what they wait for;'
 	@echo '                  TWIN=1 with stage8: the same arithmetic from raw weights, for the same bits'
-	@echo 'make grade        all gates of the contract on a GPU -> data/grade.json; SUBMISSION= another file'
+	@echo 'make grade        all gates of the contract on a GPU -> data/grade.json; SUBMISSION= another file, TO= elsewhere'
 	@echo 'make ladder       measures all stages in one run on a GPU -> data/ladder.csv; STAGES="0 5 7" some'
 	@echo 'make shapes       measures stage 7 on other layers of the Llama family -> data/shapes.csv;'
 	@echo '                  ONLY="70b mistral" some'
@@ -277,6 +277,7 @@ $(ALL_STAGES): stage%: | $(FIRST)
 # The grader's status is this recipe's: 0 all gates pass, 1 one does not, 2 no GPU. (make
 # itself ends with 2 whatever a recipe fails with, and names the status in its last line.)
 SUBMISSION := stages/stage7/submission.py
+TO := data/grade.json
 python_with_a_gpu = for p in '$(PYTHON)' python3 /usr/bin/python3; do \
     if [ -n "$$p" ] && "$$p" -c 'import torch; assert torch.cuda.is_available()' >/dev/null 2>&1; then \
         command -v "$$p"; break; fi; done
@@ -288,7 +289,7 @@ grade: | $(FIRST)
 	    else echo 'grade: no nvcc: the read-only limit is not measured'; fi
 	@python=$$($(python_with_a_gpu)); \
 	    [ -n "$$python" ] || { echo 'grade: no Python here has a PyTorch that can use the GPU'; exit 2; }; \
-	    "$$python" reference.py grade '$(SUBMISSION)'
+	    "$$python" reference.py grade '$(SUBMISSION)' --out '$(TO)'
 
 # ---------------------------------------------------------------- ladder, peers, plots
 # The status is measure.py's: 0 measured and written, 1 a check failed, 2 no GPU; whatever
@@ -340,7 +341,7 @@ traffic: | $(FIRST)
 	@$(call measure,traffic,4 5)
 
 # The stages that are one launch, compiled with timers: when each block worked on each phase.
-N := 6 7
+N := 6 7 8
 .PHONY: timeline
 timeline: | $(FIRST)
 	@$(gpu_is_here) || { echo 'timeline: no NVIDIA GPU here'; exit 2; }
