@@ -205,20 +205,26 @@ def readme_block(data, figures):
 
 
 def result_block(data, figures):
-    """The result in a sentence, and the figure."""
+    """The result in a sentence, that of a stage that reads fewer bytes in another, and the figure."""
     parts = []
     if (data / "ladder.csv").exists():
         header, rows = read_ladder(data / "ladder.csv")
-        first, last = rows[0], [row for row in rows if row["launches"] == 1][-1:]
-        for row in last:
-            times = [f"{shown(row, column, '{:.2f}')} × the {name}" for column, name in
-                     (("x_copy_floor", "copy floor"), ("x_read_limit", "read limit")) if row[column]]
-            parts.append(
-                f"**Stage {row['stage']:.0f}, {row['title']}: {row['us_median']:.1f} µs a layer**, "
-                + ", ".join(times + [f"{first['us_median'] / row['us_median']:.2f} times as fast as stage "
-                                     f"{first['stage']:.0f}"])
-                + f". Measured on {place(header)}."
-                + " The code has changed since; see the note under the table." * ("note" in header) + "\n")
+        first, once = rows[0], [row for row in rows if row["launches"] == 1]
+        plain = [row for row in once if row["bytes"] == first["bytes"]][-1:]
+        fewer = [row for row in once[-1:] if row["bytes"] and first["bytes"] and row["bytes"] < first["bytes"]]
+        said = []
+        for row in plain + fewer:
+            times = [f"{shown(row, column, '{:.2f}')} × the {name}" + whose * (row in fewer) for column, name, whose in
+                     (("x_copy_floor", "copy floor", " of all bytes"), ("x_read_limit", "read limit", " of its own"))
+                     if row[column]]
+            times += [f"{first['us_median'] / row['us_median']:.2f} times as fast as stage {first['stage']:.0f}"]
+            if row in fewer:
+                times.insert(0, f"from {100 * row['bytes'] / first['bytes']:.0f} % of the bytes")
+            said.append(f"**Stage {row['stage']:.0f}, {row['title']}: {row['us_median']:.1f} µs a layer**, "
+                        + ", ".join(times) + ".")
+        if said:
+            parts.append(" ".join(said) + f" Measured on {place(header)}."
+                         + " The code has changed since; see the note under the table." * ("note" in header) + "\n")
     if (figures / "ladder.svg").exists():
         parts.append("![The ladder: microseconds a layer for each stage](plots/ladder.svg)\n")
     return "\n".join(parts) or "Nothing is measured yet.\n"

@@ -508,6 +508,17 @@ def test_the_readme_says_what_the_data_says():
     assert tables.with_block(readme, result, tables.RESULT) == readme, "run: make plots"
 
 
+def test_a_stage_that_reads_fewer_bytes_is_not_taken_for_the_result(data, tmp_path):
+    packed = measure.row_of(dict(stage=8), "packed", [300.0] * 3, 1_303_808_000, LIMITS, 1_728_184_320, launches=1)
+    _, rows = tables.read_ladder(data / "ladder.csv")
+    (data / "ladder.csv").write_text(tables.text_of(tables.LADDER, HEADER, rows + [packed]), encoding="utf-8")
+    said = tables.result_block(data, tmp_path)
+    assert said.startswith("**Stage 7, stream: 388.0 µs a layer**, 0.95 × the copy floor, 1.03 × the read limit, "
+                           "4.90 times as fast as stage 0. **Stage 8, packed: 300.0 µs a layer**, from 75 % of the "
+                           "bytes, 0.74 × the copy floor of all bytes, 1.06 × the read limit of its own, 6.33 times")
+    assert said.count("Measured on") == 1
+
+
 def test_the_readme_follows_the_data(data, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{tables.RESULT}\n{tables.END}\n{tables.BEGIN}\n{tables.END}\nafter\n",
