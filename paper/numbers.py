@@ -8,15 +8,17 @@ Empty cells, and files that are not there, define nothing.
 What the text says most often has a short name and is rounded as it is printed. Of a stage:
 \\measured{ladder-N-us}, and likewise launches, xfloor, xlimit, graph, err and the others of
 SHORT; of a peer: \\measured{peers-eager-us} (spaces in its name become hyphens); where they
-were measured: ladder-gpu, ladder-provenance. The same of data/later.csv: later-N-us. Of
-data/grade.json: grade-us and the others of
-GRADE. The whole of data/shapes.csv, as a table: shapes-table. What is computed from measured
-numbers: ladder-N-saved and later-N-saved, from the stage before to N; threads-us, what larger
-blocks saved stage 0; ladder-noise-first and -second, the medians of one stage measured twice
-by itself, and ladder-apart-us, how far apart they and that of its turn with the others are;
-ladder-limit-us and ladder-floor-us; account-N-..., where the time of one step went; model-...,
-what a whole model would take under the assumptions of define_model. And from the shape alone, with
-nothing measured, \\shape{qkv} and the like: bytes.
+were measured: ladder-gpu, ladder-provenance. Of data/grade.json: grade-us and the others of
+GRADE; of stage 8's, data/grade-8.json: grade-8-us. The whole of data/shapes.csv, as a table:
+shapes-table. What is computed from measured numbers: ladder-N-saved, from the stage before to
+N, ladder-N-times, how many times as fast, and ladder-N-dropped, launches; ladder-N-gaps, what
+a graph takes off;
+ladder-N-limit, us of its own bytes at the read limit, and ladder-N-above, what is above that;
+ladder-noise-stage, the one that was also measured twice by itself, ladder-noise-first and
+-second, those medians, -turns, that of its turns with the others, and ladder-apart-us, how far
+apart the three are; ladder-limit-us and ladder-floor-us; account-N-..., where the time of one
+step went; model-..., what a whole model would take under the assumptions of define_model. And
+from the shape alone, with nothing measured, \\shape{qkv} and the like: bytes.
 """
 import csv
 import json
@@ -85,6 +87,8 @@ GRADE = {"us": ("measured/us_median", "%.1f"), "rotation": ("measured/us_rotatio
          "xlimit": ("derived/x_read_us_rotation", "%.3f"),
          "copy": ("measured/copy_tbs", "%.2f"), "read": ("measured/read_tbs", "%.2f")}
 
+GRADED = {"grade": "stage7", "grade-8": "stage8"}   # which submission each file must be of
+
 
 def rounded(key, text, form):
     """A number as one reads it; an empty cell defines nothing."""
@@ -129,17 +133,17 @@ def layer_table(path):
           % ("".join(side for _, side, *_ in LAYERS), " ".join(lines)))
 
 
-def readable_grade(tree):
+def readable_grade(name, tree):
     submission = tree.get("submission", "") if isinstance(tree, dict) else ""
-    if submission and "stage7" not in submission:   # the text means the graded default
+    if submission and GRADED[name] not in submission:   # the text means the submissions of this project
         return
     for short, (where, form) in GRADE.items():
         value = tree
         for key in where.split("/"):
             value = value.get(key) if isinstance(value, dict) else None
-        rounded(f"grade-{short}", value, form)
+        rounded(f"{name}-{short}", value, form)
     if isinstance(tree, dict) and "pass" in tree:
-        define("grade-pass", "pass" if tree["pass"] else "fail")
+        define(f"{name}-pass", "pass" if tree["pass"] else "fail")
 
 
 # ---------------------------------------------------------------- computed from the measured
@@ -162,28 +166,16 @@ def twice_of(header):
     return [found.group(1), float(found.group(2)), float(found.group(3))] if found else []
 
 
-def from_later(path, ladder):
-    """What rungs removed as they are printed, each in a run of its own; what larger blocks
-    saved stage 0."""
-    later = {int(row["stage"]): float(row["us_median"]) for row in split(path)[1]}
-    then = {int(row["stage"]): float(row["us_median"]) for row in split(ladder)[1]}
-    for stage in later:
-        if stage - 1 in later:
-            define_tex(f"later-{stage}-saved", signed(later[stage - 1] - later[stage]))
-    if 0 in later and 0 in then:
-        define("threads-us", "%.0f" % (then[0] - later[0]))
-    if 0 in later and 1 in then:
-        define_tex("later-1-saved", signed(later[0] - then[1]))
-
-
 def from_ladder(path):
     """What each rung removed, and the two limits in us. Returns TB/s of reads, or None."""
     header, rows = split(path)
     twice = twice_of(header)
     if twice:
-        medians = twice[1:] + [float(row["us_median"]) for row in rows if row["stage"] == twice[0]]
-        for key, us in (("noise-first", twice[1]), ("noise-second", twice[2]),
-                        ("apart-us", max(medians) - min(medians))):
+        turns = [float(row["us_median"]) for row in rows if row["stage"] == twice[0]]
+        medians = twice[1:] + turns
+        define("ladder-noise-stage", twice[0])
+        for key, us in [("noise-first", twice[1]), ("noise-second", twice[2]),
+                        ("apart-us", max(medians) - min(medians))] + [("noise-turns", us) for us in turns]:
             define(f"ladder-{key}", "%.1f" % us)
     if not rows:
         return None
@@ -191,16 +183,21 @@ def from_ladder(path):
         if number_of(before, "us_median") and number_of(row, "us_median"):
             define_tex(f"ladder-{row['stage']}-saved",
                        signed(number_of(before, "us_median") - number_of(row, "us_median")))
-    first, last = rows[0], rows[-1]
+            define(f"ladder-{row['stage']}-times",
+                   "%.2f" % (number_of(before, "us_median") / number_of(row, "us_median")))
+        if number_of(before, "launches") and number_of(row, "launches"):
+            define(f"ladder-{row['stage']}-dropped", "%.0f" % (number_of(before, "launches") - number_of(row, "launches")))
+    first = rows[0]
     for key, column in (("limit", "x_read_limit"), ("floor", "x_copy_floor")):
         if number_of(first, column):
             define(f"ladder-{key}-us", "%.1f" % (number_of(first, "us_median") / number_of(first, column)))
-    if number_of(first, "us_median") and number_of(last, "us_median"):
-        define("ladder-speedup", "%.2f" % (number_of(first, "us_median") / number_of(last, "us_median")))
     for row in rows:
-        above = number_of(row, "x_read_limit")
+        us, above, graph = (number_of(row, column) for column in ("us_median", "x_read_limit", "us_graph_median"))
         if above:
-            define(f"ladder-{row['stage']}-above", "%.1f" % (number_of(row, "us_median") * (1 - 1 / above)))
+            define(f"ladder-{row['stage']}-limit", "%.1f" % (us / above))
+            define(f"ladder-{row['stage']}-above", "%.1f" % (us * (1 - 1 / above)))
+        if graph:
+            define_tex(f"ladder-{row['stage']}-gaps", signed(us - graph))
     return number_of(first, "read_tbs")
 
 
@@ -209,10 +206,17 @@ PHASE_BYTES = {"QKV": "qkv", "attention": "cache", "merge": None, "O": "o",
                "gate and up": "gate_up", "down": "down"}
 
 
-def account(path, read_tbs):
+def packed_share(path):
+    """Bytes that stage 8 reads of the weights, over those of the weights themselves."""
+    moved = {row["stage"]: number_of(row, "bytes") for row in split(path)[1]}
+    cache = diagrams.bytes_of()["cache"]
+    return (moved["8"] - cache) / (moved["0"] - cache) if moved.get("0") and moved.get("8") else 1.0
+
+
+def account(path, read_tbs, share=1.0):
     """Where the time of one step went, for the average block: at work on each phase, waiting
-    before it, and from the block's end to the last block's. They add up to the step. Returns
-    {what: us}, or None."""
+    before it, and from the block's end to the last block's. They add up to the step. `share`:
+    bytes of packed weights over plain ones. Returns {what: us}, or None."""
     _, rows = split(path)
     blocks = {}
     for row in rows:
@@ -229,7 +233,8 @@ def account(path, read_tbs):
                 spent[what] = spent.get(what, 0.0) + us / len(blocks)
             at = end
         spent["tail"] += (total - at) / len(blocks)
-    read = diagrams.bytes_of(dict(diagrams.SHAPE, keys=4097))
+    read = {key: n if key == "cache" else n * share
+            for key, n in diagrams.bytes_of(dict(diagrams.SHAPE, keys=4097)).items()}
     spent["limit"] = sum(read.values()) / read_tbs / 1e6
     for phase, key in PHASE_BYTES.items():
         if f"{phase} work" in spent:
@@ -289,13 +294,12 @@ def computed(folder):
     from_shape()
     ladder = folder / "ladder.csv"
     read_tbs = from_ladder(ladder) if ladder.exists() else None
-    if ladder.exists() and (folder / "later.csv").exists():
-        from_later(folder / "later.csv", ladder)
     for key, n in diagrams.bytes_of().items() if read_tbs else ():
         define(f"limit-{key}-us", "%.1f" % (n / read_tbs / 1e6))
-    for stage in (6, 7):
+    for stage in (6, 7, 8):
         path = folder / f"timeline-{stage}.csv"
-        spent = account(path, read_tbs) if path.exists() else None
+        share = packed_share(ladder) if stage == 8 and read_tbs else 1.0
+        spent = account(path, read_tbs, share) if path.exists() else None
         if spent:
             define_account(stage, spent)
         if spent and stage == 7 and {"gate and up wait", "QKV wait"} <= spent.keys():
@@ -314,15 +318,15 @@ def main(folder):
     print("% Generated by paper/numbers.py from data/; do not edit.")
     for path in sorted(pathlib.Path(folder).glob("*.csv")):
         from_table(path)
-        if path.stem in ("ladder", "later", "peers", "shapes"):
+        if path.stem in ("ladder", "peers", "shapes"):
             readable(path)
         if path.stem == "shapes":
             layer_table(path)
     for path in sorted(pathlib.Path(folder).glob("*.json")):
         tree = json.loads(path.read_text(encoding="utf-8"))
         from_tree(path.stem, tree)
-        if path.stem == "grade":
-            readable_grade(tree)
+        if path.stem in GRADED:
+            readable_grade(path.stem, tree)
     computed(pathlib.Path(folder))
 
 

@@ -90,7 +90,7 @@ def keys_without_a_value(asked, defined):
     """Those that are misspelled: what was not measured yet has no file, or no stage in the ladder."""
     wrong = []
     for key in sorted(set(asked) - defined):
-        stage = re.match(r"(?:ladder|traffic|later|account)[-/](\d+)[-/]", key)
+        stage = re.match(r"(?:ladder|traffic|account)[-/](\d+)[-/]", key)
         if stage and f"ladder-{stage.group(1)}-us" not in defined:
             continue
         name = re.match(r"[^/]*(?=/)|shapes(?=-)", key)
@@ -165,18 +165,31 @@ def test_the_account_of_a_step_adds_up(tmp_path):
     assert float(made["model-16-4-layer"]) == pytest.approx(100 + 12 + 10, abs=0.6)
 
 
-def test_what_was_measured_later_is_set_beside_the_ladder(tmp_path):
+def test_what_is_computed_from_the_ladder(tmp_path):
     (tmp_path / "ladder.csv").write_text(
-        "# noise: stage 7 twice: 403.5 and 402.25 us\nstage,us_median,x_read_limit,x_copy_floor,read_tbs\n"
-        "0,1000,,,\n1,700,,,\n7,400,,,\n", encoding="utf-8")
-    (tmp_path / "later.csv").write_text("# note: then 928 us of 64 x 64 --quick\nstage,us_median\n0,750\n5,460\n6,447.5\n7,450\n",
-                                        encoding="utf-8")
+        "# noise: stage 8 twice: 303.5 and 302.25 us\n# protocol: as 64 x 64 --quick\n"
+        "stage,launches,us_median,us_graph_median,bytes,x_read_limit,x_copy_floor,read_tbs\n"
+        "0,43,1000,930,1728153600,2.5,2.0,4.32\n1,17,800,801.5,1728153600,2.0,1.6,4.32\n"
+        "8,1,300,,1303808000,1.25,0.6,4.32\n", encoding="utf-8")
+    (tmp_path / "timeline-8.csv").write_text(
+        "sm,phase,start_us,end_us\n0,gate and up,10,200\n0,down,202,300\n", encoding="utf-8")
+    (tmp_path / "grade-8.json").write_text(
+        '{"submission": "stages/stage8/submission.py", "measured": {"us_median": 301.25}, "pass": true}', encoding="utf-8")
+    (tmp_path / "grade.json").write_text(
+        '{"submission": "stages/stage8/submission.py", "measured": {"us_median": 301.25}, "pass": true}', encoding="utf-8")
     made = numbers_of(tmp_path)
-    for key, value in {"ladder-apart-us": "3.5", "threads-us": "250", "later-1-saved": "50.0",
-                       "later-6-saved": "12.5", "later-7-saved": "-2.5", "later-6-us": "447.5",
-                       "later/note": r"then 928~\textmu s of 64\,\texttimes\,64 -{}-quick"}.items():
+    for key, value in {"ladder-noise-stage": "8", "ladder-noise-first": "303.5", "ladder-noise-turns": "300.0",
+                       "ladder-apart-us": "3.5", "ladder-1-saved": "200.0", "ladder-1-times": "1.25",
+                       "ladder-1-dropped": "26", "ladder-0-gaps": "70.0", "ladder-1-gaps": "-1.5",
+                       "ladder-8-limit": "240.0", "ladder-8-above": "60.0", "ladder-limit-us": "400.0",
+                       "ladder/protocol": r"as 64\,\texttimes\,64 -{}-quick",
+                       "account-8-gateup-wait": "10.0", "account-8-gateup-work": "190.0",
+                       "grade-8-us": "301.2", "grade-8-pass": "pass"}.items():
         assert made[key] == value, key
-    assert "later-5-saved" not in made
+    cache = diagrams.bytes_of()["cache"]
+    share = (1303808000 - cache) / (1728153600 - cache)     # stage 8's limit is that of the bytes it reads
+    assert float(made["account-8-gateup-limit"]) == pytest.approx(4 * 8192 * 28672 * share / 4.32e6, abs=0.06)
+    assert "ladder-8-gaps" not in made and "grade-us" not in made    # another submission's
 
 
 def test_the_sketches_show_the_shape_that_was_measured():
