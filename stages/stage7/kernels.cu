@@ -182,12 +182,13 @@ DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
 #ifdef DEBUG_SPINS
     uint64_t start = spin_ns();
 #endif
-    while ((int32_t)(load_acquire(p) - v) < 0) {
+    while ((int32_t)(load_relaxed(p) - v) < 0) {
 #ifdef DEBUG_SPINS
         if (spin_ns() - start > SPIN_LIMIT)
-            spin_failed("a counter", p, v, load_acquire(p));
+            spin_failed("a counter", p, v, load_relaxed(p));
 #endif
     }
+    load_acquire(p);
 }
 
 /* PTX: counters within a block */
@@ -351,6 +352,7 @@ struct position {
 /* how many slots, and the keys of a tile */
 enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
 enum { TILE_KEYS = 64 };   /* keys of a tile */
+enum { SHARED_BYTES = 1280 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
@@ -465,8 +467,9 @@ struct shared {
     uint32_t arrived;              /* one loader tells the others */
     float sums[LOADER_WARPS];
     float tile_max[UNIT_TILES][HEADS], tile_weight[UNIT_TILES][HEADS];
+    struct layer_args args;        /* a copy of the kernel's argument */
 };
-enum { SHARED_BYTES = 1024 };      /* struct shared, then the vector, then the slots */
+enum { SHARED_FITS = 1 / (sizeof(struct shared) <= SHARED_BYTES) };
 
 DEVICE struct shared *block_state(void)
 {
@@ -1338,7 +1341,7 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
         __syncwarp();
         if (tag.phase != timed) MARK(a, START, timed = tag.phase);
         if (tag.phase == ATTEND) {
-            attend_tile(a, s, pos, w, tag);
+            attend_tile(&s->args, s, pos, w, tag);
             MARK(a, END, ATTEND);
             continue;
         }
@@ -1371,6 +1374,8 @@ whole_layer(const IN_PLACE struct layer_args a)
     struct shared *s = block_state();
     int warp = (int)threadIdx.x / 32;
     /* stream: prepare the barriers */
+    for (uint32_t i = threadIdx.x; i < sizeof a / 4; i += blockDim.x)
+        ((uint32_t *)&s->args)[i] = ((const uint32_t *)&a)[i];
     if (threadIdx.x == 0) {
         for (int w = 0; w < a.g.warps; w++) {
             mbarrier_init(s->full + w, 1);
@@ -1382,7 +1387,7 @@ whole_layer(const IN_PLACE struct layer_args a)
     }
     __syncthreads();
     if (warp < a.g.warps) consume(&a, s, pos, warp);
-    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&a, s, pos);
+    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&s->args, s, pos);
     else {
         named_barrier_sync(2, LOADERS + 32);   /* the loaders' first reads go ahead */
         if (threadIdx.x % 32 == 0) produce(&a, s, pos);

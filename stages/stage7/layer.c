@@ -17,6 +17,7 @@ struct position {
 /* how many slots, and the keys of a tile */
 enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
 enum { TILE_KEYS = 64 };   /* keys of a tile */
+enum { SHARED_BYTES = 1280 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
@@ -169,13 +170,14 @@ static int share_out(layer *l)   /* the shared memory of a block */
     const void *kernel = (const void *)whole_layer;
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
-    int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
+    int64_t slots = (most - SHARED_BYTES - a->g.vector_bytes) / a->g.slot_bytes;
     if (slots < 2)
         return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
                        "at most %d on this device, and is %lld", PARTS,
-                       (most - 1024) / 12 / 64 * 64, (long long)a->g.vector_bytes / 4);
+                       (most - SHARED_BYTES) / 12 / 64 * 64,
+                       (long long)a->g.vector_bytes / 4);
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
-    l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
+    l->shared = (size_t)(SHARED_BYTES + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
     l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
         || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,

@@ -18,6 +18,7 @@ struct position {
 /* packed: how many slots, and the keys of a tile */
 enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
 enum { TILE_KEYS = 48 };   /* keys of a tile */
+enum { SHARED_BYTES = 1536 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
@@ -211,13 +212,14 @@ static int share_out(layer *l)   /* the shared memory of a block */
     const void *kernel = (const void *)whole_layer;
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
-    int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
+    int64_t slots = (most - SHARED_BYTES - a->g.vector_bytes) / a->g.slot_bytes;
     if (slots < 2)
         return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
                        "at most %d on this device, and is %lld", PARTS,
-                       (most - 1024) / 12 / 64 * 64, (long long)a->g.vector_bytes / 4);
+                       (most - SHARED_BYTES) / 12 / 64 * 64,
+                       (long long)a->g.vector_bytes / 4);
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
-    l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
+    l->shared = (size_t)(SHARED_BYTES + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
     l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
         || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
@@ -351,15 +353,16 @@ static int choose_window(layer *l, int i, uint32_t *counts, int64_t *exceptions)
 #ifndef TWIN
 /* packed: pack a matrix and compare */
 /* packed: the room for the exceptions of a row */
-enum { MOST_ROOM = 62 };
+enum { MOST_ROOM = 62, LONG_ROW = 4096 };
 
-static int32_t extra_bytes(int64_t exceptions, int64_t rows)
+static int32_t extra_bytes(int64_t exceptions, int64_t rows, int64_t n)
 {
     double mean = (double)exceptions / (double)rows;
     double room = mean + 4 * sqrt(mean) + 1;
     int32_t words = 4;                          /* two of them are count and where */
     while (words - 2 < room && words - 2 < MOST_ROOM) words += 4;
-    return 4 * words;
+    int64_t line = n < LONG_ROW ? 16 : 128, weights = n / 2 * 3;
+    return (int32_t)((weights + 4 * words + line - 1) / line * line - weights);
 }
 
 /* packed: pack or unpack all pieces of a matrix */
@@ -385,7 +388,8 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
     struct pack_args p = pack_args_of(s, counts);
     int64_t pieces = (s.columns + s.width - 1) / s.width, weights = s.rows * s.columns;
     uint32_t seen[COUNTS];
-    p.base = m->base, p.extra = m->extra = extra_bytes(exceptions, s.rows * pieces);
+    m->extra = extra_bytes(exceptions, s.rows * pieces, s.width);
+    p.base = m->base, p.extra = m->extra;
     int64_t bytes = s.rows * packed_row(s.columns, pieces * p.extra);
     int none = claim(&l->owned[i], bytes + 4 * exceptions);
     if (none) return none;

@@ -225,12 +225,13 @@ DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
 #ifdef DEBUG_SPINS
     uint64_t start = spin_ns();
 #endif
-    while ((int32_t)(load_acquire(p) - v) < 0) {
+    while ((int32_t)(load_relaxed(p) - v) < 0) {
 #ifdef DEBUG_SPINS
         if (spin_ns() - start > SPIN_LIMIT)
-            spin_failed("a counter", p, v, load_acquire(p));
+            spin_failed("a counter", p, v, load_relaxed(p));
 #endif
     }
+    load_acquire(p);
 }
 
 /* PTX: counters within a block */
@@ -400,6 +401,7 @@ struct position {
 /* packed: how many slots, and the keys of a tile */
 enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
 enum { TILE_KEYS = 48 };   /* keys of a tile */
+enum { SHARED_BYTES = 1536 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
@@ -540,8 +542,9 @@ struct shared {
     uint32_t arrived;              /* one loader tells the others */
     float sums[LOADER_WARPS];
     float tile_max[UNIT_TILES][HEADS], tile_weight[UNIT_TILES][HEADS];
+    struct layer_args args;        /* a copy of the kernel's argument */
 };
-enum { SHARED_BYTES = 1024 };      /* struct shared, then the vector, then the slots */
+enum { SHARED_FITS = 1 / (sizeof(struct shared) <= SHARED_BYTES) };
 
 DEVICE struct shared *block_state(void)
 {
@@ -1705,7 +1708,7 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
         __syncwarp();
         if (tag.phase != timed) MARK(a, START, timed = tag.phase);
         if (tag.phase == ATTEND) {
-            attend_tile(a, s, pos, w, tag);
+            attend_tile(&s->args, s, pos, w, tag);
             MARK(a, END, ATTEND);
             continue;
         }
@@ -1738,6 +1741,8 @@ whole_layer(const IN_PLACE struct layer_args a)
     struct shared *s = block_state();
     int warp = (int)threadIdx.x / 32;
     /* stream: prepare the barriers */
+    for (uint32_t i = threadIdx.x; i < sizeof a / 4; i += blockDim.x)
+        ((uint32_t *)&s->args)[i] = ((const uint32_t *)&a)[i];
     if (threadIdx.x == 0) {
         for (int w = 0; w < a.g.warps; w++) {
             mbarrier_init(s->full + w, 1);
@@ -1749,7 +1754,7 @@ whole_layer(const IN_PLACE struct layer_args a)
     }
     __syncthreads();
     if (warp < a.g.warps) consume(&a, s, pos, warp);
-    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&a, s, pos);
+    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&s->args, s, pos);
     else {
         named_barrier_sync(2, LOADERS + 32);   /* the loaders' first reads go ahead */
         if (threadIdx.x % 32 == 0) produce(&a, s, pos);
@@ -2030,6 +2035,7 @@ struct position {
 /* packed: how many slots, and the keys of a tile */
 enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
 enum { TILE_KEYS = 48 };   /* keys of a tile */
+enum { SHARED_BYTES = 1536 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
 enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
@@ -2223,13 +2229,14 @@ static int share_out(layer *l)   /* the shared memory of a block */
     const void *kernel = (const void *)whole_layer;
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
-    int64_t slots = (most - 1024 - a->g.vector_bytes) / a->g.slot_bytes;
+    int64_t slots = (most - SHARED_BYTES - a->g.vector_bytes) / a->g.slot_bytes;
     if (slots < 2)
         return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
                        "at most %d on this device, and is %lld", PARTS,
-                       (most - 1024) / 12 / 64 * 64, (long long)a->g.vector_bytes / 4);
+                       (most - SHARED_BYTES) / 12 / 64 * 64,
+                       (long long)a->g.vector_bytes / 4);
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
-    l->shared = (size_t)(1024 + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
+    l->shared = (size_t)(SHARED_BYTES + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
     l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
         || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
@@ -2363,15 +2370,16 @@ static int choose_window(layer *l, int i, uint32_t *counts, int64_t *exceptions)
 #ifndef TWIN
 /* packed: pack a matrix and compare */
 /* packed: the room for the exceptions of a row */
-enum { MOST_ROOM = 62 };
+enum { MOST_ROOM = 62, LONG_ROW = 4096 };
 
-static int32_t extra_bytes(int64_t exceptions, int64_t rows)
+static int32_t extra_bytes(int64_t exceptions, int64_t rows, int64_t n)
 {
     double mean = (double)exceptions / (double)rows;
     double room = mean + 4 * sqrt(mean) + 1;
     int32_t words = 4;                          /* two of them are count and where */
     while (words - 2 < room && words - 2 < MOST_ROOM) words += 4;
-    return 4 * words;
+    int64_t line = n < LONG_ROW ? 16 : 128, weights = n / 2 * 3;
+    return (int32_t)((weights + 4 * words + line - 1) / line * line - weights);
 }
 
 /* packed: pack or unpack all pieces of a matrix */
@@ -2397,7 +2405,8 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
     struct pack_args p = pack_args_of(s, counts);
     int64_t pieces = (s.columns + s.width - 1) / s.width, weights = s.rows * s.columns;
     uint32_t seen[COUNTS];
-    p.base = m->base, p.extra = m->extra = extra_bytes(exceptions, s.rows * pieces);
+    m->extra = extra_bytes(exceptions, s.rows * pieces, s.width);
+    p.base = m->base, p.extra = m->extra;
     int64_t bytes = s.rows * packed_row(s.columns, pieces * p.extra);
     int none = claim(&l->owned[i], bytes + 4 * exceptions);
     if (none) return none;
