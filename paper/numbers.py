@@ -5,6 +5,11 @@ ROW the cell in the first column, and for a layer the number of keys as well (NA
 \\measured{FILE/KEY}. A number at any depth of a JSON file becomes \\measured{FILE/KEY/KEY...}.
 Empty cells, and files that are not there, define nothing.
 
+Of a layer in data/shapes.csv, \\measured{shapes-NAME-KEYS-us}, also -limit, its bytes at the read
+limit, -above, us above that, and -mb; shapes-NAME-longer, us that the longest cache takes more
+than 4096 keys, -limit, those of its bytes, and -times. packed-bits: bits of a weight as stage 8
+reads it. changes-N-KEY-gain: us before less us after.
+
 What the text says most often has a short name and is rounded as it is printed. Of a stage:
 \\measured{ladder-N-us}, and likewise launches, xfloor, xlimit, graph, err and the others of
 SHORT; of a peer: \\measured{peers-eager-us} (spaces in its name become hyphens); where they
@@ -66,6 +71,9 @@ def from_table(path):
             sys.exit(f"numbers.py: {path}: a row with more or fewer fields than the heading: "
                      f"{list(row.values())}")
         first = name_of(row)
+        if number_of(row, "us_before") and number_of(row, "us_after"):
+            gain = round(number_of(row, "us_before") - number_of(row, "us_after"), 3) + 0.0
+            define_tex(f"{name}-{first}-gain", signed(gain))
         for column, value in row.items():
             if column and value and column.startswith("bytes"):
                 define_tex(f"{name}/{first}/{column}", f"{int(value):,}".replace(",", r"\,"))
@@ -104,6 +112,11 @@ def readable(path):
         first = "-".join(name_of(row).replace("+", " ").split())
         for short, (column, form) in SHORT.items():
             rounded(f"{name}-{first}-{short}", row.get(column), form)
+        if "shape" in row:
+            above = above_limit(row)
+            rounded(f"{name}-{first}-above", above, "%.1f")
+            rounded(f"{name}-{first}-limit", above and number_of(row, "us_median") - above, "%.1f")
+            rounded(f"{name}-{first}-mb", float(row["bytes"]) / 1e6, "%.0f")
     define(f"{name}-gpu", header.get("gpu", ""))
     known = [header.get("gpu")] + [f"{word} {header[key]}" for key, word in (
         ("driver", "driver"), ("cuda", "CUDA"), ("commit", "commit")) if key in header]
@@ -112,10 +125,17 @@ def readable(path):
                                            for part in known if part))
 
 
+ABOVE = "above"   # no column of the file: microseconds above the read limit
 LAYERS = (("layer", "l", "shape", None), ("keys", "r", "keys", "%.0f"), ("$d$", "r", "d", "%.0f"),
           ("ffn", "r", "ffn", "%.0f"), ("heads", "r", None, None), ("MB", "r", "bytes", None),
           (r"\textmu s", "r", "us_median", "%.1f"), (r"$\times$ copy", "r", "x_copy_floor", "%.2f"),
-          (r"$\times$ read", "r", "x_read_limit", "%.3f"))
+          (r"$\times$ read", "r", "x_read_limit", "%.3f"), ("above", "r", ABOVE, "%.1f"))
+
+
+def above_limit(row):
+    """Microseconds above the read limit of the row's own bytes, or None."""
+    us, times = number_of(row, "us_median"), number_of(row, "x_read_limit")
+    return us * (1 - 1 / times) if us and times else None
 
 
 def layer_table(path):
@@ -125,6 +145,8 @@ def layer_table(path):
             return f"{row['n_q']}/{row['n_kv']} $\\times$ {row['hd']}"
         if column == "bytes":
             return f"{float(row[column]) / 1e6:.0f}"
+        if column == ABOVE:
+            return "" if above_limit(row) is None else form % above_limit(row)
         return row[column] if form is None else form % float(row[column]) if row[column] else ""
     lines = [" & ".join(title for title, *_ in LAYERS) + r" \\ \midrule"]
     lines += [" & ".join(cell(row, column, form) for _, _, column, form in LAYERS) + r" \\"
@@ -213,6 +235,21 @@ def packed_share(path):
     return (moved["8"] - cache) / (moved["0"] - cache) if moved.get("0") and moved.get("8") else 1.0
 
 
+def from_shapes(path):
+    """How much longer more keys take than their bytes: shapes-NAME-longer, from 4096 keys to the most."""
+    layers = {}
+    for row in split(path)[1]:
+        layers.setdefault(row["shape"], {})[int(row["keys"])] = row
+    for name, lengths in layers.items():
+        first, last = lengths.get(4096), lengths[max(lengths)]
+        if first and last["bytes"] != first["bytes"] and number_of(last, "read_tbs"):
+            more = number_of(last, "us_median") - number_of(first, "us_median")
+            read = (number_of(last, "bytes") - number_of(first, "bytes")) / number_of(last, "read_tbs") / 1e6
+            define(f"shapes-{name}-longer", "%.1f" % more)
+            define(f"shapes-{name}-longer-limit", "%.1f" % read)
+            define(f"shapes-{name}-longer-times", "%.2f" % (more / read))
+
+
 def account(path, read_tbs, share=1.0):
     """Where the time of one step went, for the average block: at work on each phase, waiting
     before it, and from the block's end to the last block's. They add up to the step. `share`:
@@ -294,6 +331,10 @@ def computed(folder):
     from_shape()
     ladder = folder / "ladder.csv"
     read_tbs = from_ladder(ladder) if ladder.exists() else None
+    if (folder / "shapes.csv").exists():
+        from_shapes(folder / "shapes.csv")
+    if read_tbs and packed_share(ladder) < 1:
+        define("packed-bits", "%.2f" % (16 * packed_share(ladder)))
     for key, n in diagrams.bytes_of().items() if read_tbs else ():
         define(f"limit-{key}-us", "%.1f" % (n / read_tbs / 1e6))
     for stage in (6, 7, 8):

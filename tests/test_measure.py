@@ -569,6 +569,24 @@ def test_the_text_has_its_numbers(data):
     assert not [line for line in made if "ladder-7-graph" in line or "grade-read" in line]
 
 
+def test_what_is_computed_from_the_shapes(tmp_path):
+    """Worked out by hand: at 4.6 TB/s the limits are 100 and 150 us."""
+    rows = [shape_row("a-1b", keys, us, d=2048) for keys, us in ((4096, 125.0), (8192, 180.0))]
+    for made, us in zip(rows, (100, 150)):
+        made["bytes"], made["x_read_limit"] = us * 4_600_000, made["us_median"] / us
+    (tmp_path / "shapes.csv").write_text(tables.text_of(tables.SHAPES, HEADER, rows), encoding="utf-8")
+    (tmp_path / "changes-8.csv").write_text("key,change,us_before,us_after\none,x,3.5,2\ntwo,y,2,3.5\n")
+    made = subprocess.run([sys.executable, str(tools.ROOT / "paper/numbers.py"), str(tmp_path)],
+                          check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    for key, value in {"shapes-a-1b-4096-limit": "100.0", "shapes-a-1b-4096-above": "25.0",
+                       "shapes-a-1b-8192-above": "30.0", "shapes-a-1b-4096-mb": "460",
+                       "shapes-a-1b-longer": "55.0", "shapes-a-1b-longer-limit": "50.0",
+                       "shapes-a-1b-longer-times": "1.10", "changes-8-one-gain": "1.5",
+                       "changes-8-two-gain": r"\ensuremath{-}1.5"}.items():
+        assert r"\definemeasured{%s}{%s}" % (key, value) in made, key
+    assert any("shapes-table" in line and "& 125.0 & " in line and " & 25.0 " in line for line in made)
+
+
 def test_make_without_a_gpu_says_so():
     if tools.gpu_is_here():
         pytest.skip("there is a GPU")
