@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -168,8 +169,28 @@ def exponents(data, escape):
         dict(kinds=len(kinds), names=" ".join(shown.get(kind, kind) for kind in kinds))
 
 
+def shapes(data, escape):
+    """MB a step, us, label (of every layer that is not close to the one before), 1 for a cache that
+    is not of 4096 keys; and what a step of 4096 keys takes above the read limit, by the median."""
+    _, rows = tables.read_shapes(have(data / "shapes.csv"))
+    rows = sorted(rows, key=lambda row: row["bytes"])
+    points, above, last = [], [], -1.0
+    for row in rows:
+        mb, usual = row["bytes"] / 1e6, row["keys"] == 4096
+        label = row["shape"] if usual else f"{row['keys']:.0f} keys" if row["keys"] > 4096 else ""
+        apart = mb - last > 100
+        points.append((mb, row["us_median"], quoted(escape(label if apart else "")), int(not usual)))
+        last = mb if apart and label else last
+        if usual:
+            above.append(row["us_median"] * (1 - 1 / row["x_read_limit"]))
+    if not above:
+        raise NothingThere("shapes.csv has no layer with 4096 keys")
+    return {"shapes.dat": lines_of(points)}, dict(
+        read_tbs=rows[0]["read_tbs"], above=statistics.median(above), most=points[-1][0])
+
+
 FIGURES = dict(ladder=ladder, roofline=roofline, waterfall=waterfall, timeline=timeline,
-               exponents=exponents)
+               exponents=exponents, shapes=shapes)
 
 
 def gnuplot(name, files, variables, paper, folder):

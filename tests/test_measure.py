@@ -488,6 +488,21 @@ def test_without_data_there_is_nothing_to_draw(tmp_path):
     assert not (tmp_path / "svg").exists()
 
 
+@needs_gnuplot
+def test_the_layers_are_drawn_once_they_are_measured(data, tmp_path):
+    (data / "shapes.csv").write_text(shapes_text(), encoding="utf-8")
+    files, variables = draw.shapes(data, draw.plain)
+    points = [line.split("\t") for line in files["shapes.dat"].splitlines()]
+    assert [(float(us), kind) for _, us, _, kind in points] == [(380.0, "1"), (385.0, "0"), (35.0, "0")]
+    limit = 1_728_153_600 / 4.6e6
+    assert variables["above"] == pytest.approx((385 + 35) / 2 - limit, abs=0.1)   # the median of two
+    status, output = plot(data, tmp_path)
+    assert status == 0 and "shapes" in output
+    assert {"shapes.svg"} == set(tools.files(tmp_path / "svg")) - {f"{name}.svg" for name in ALL}
+    (data / "shapes.csv").write_text(shapes_text().replace(",4096,", ",100,"), encoding="utf-8")
+    assert "no shapes: shapes.csv has no layer with 4096 keys" in plot(data, tmp_path)[1]
+
+
 def test_the_time_above_the_limit_adds_up(data):
     files, _ = draw.waterfall(data, draw.plain)
     for line, us, graph in zip(files["waterfall.dat"].splitlines(), (1900, 480, 388),
@@ -539,6 +554,7 @@ def test_the_readme_has_the_shapes_once_they_are_measured(data, tmp_path):
     (data / "shapes.csv").write_text(shapes_text(), encoding="utf-8")
     block = tables.readme_block(data, tmp_path)
     assert "Stage 7 on other layers:" in block
+    assert "With 4096 keys -341 to 9 µs of a layer are above the read limit." in block
     assert "| llama-3.2-1b | 4096 | 2048 | 8192 | 32/8 × 64 | 1728 | 35.0 (34.2 to 35.8) |" in block
     (data / "shapes.csv").write_text(shapes_text().replace("35.00", "nan"), encoding="utf-8")
     with pytest.raises(tables.BadTable, match="us_median is nan"):
