@@ -69,6 +69,9 @@ def from_table(path):
             sys.exit(f"numbers.py: {path}: a row with more or fewer fields than the heading: "
                      f"{list(row.values())}")
         first = name_of(row)
+        if number_of(row, "us_before") and number_of(row, "us_after"):
+            gain = round(number_of(row, "us_before") - number_of(row, "us_after"), 3) + 0.0
+            define_tex(f"{name}-{first}-gain", signed(gain))
         for column, value in row.items():
             if column and value and column.startswith("bytes"):
                 define_tex(f"{name}/{first}/{column}", f"{int(value):,}".replace(",", r"\,"))
@@ -287,13 +290,11 @@ def define_model(spent, read_tbs):
 
 
 def from_changes(path):
-    """What each change gave, and where that is above the read limit of its run."""
+    """What a change made of a step, and how far that is above the read limit of its run."""
     for row in split(path)[1]:
         before, after, limit = (number_of(row, c) for c in ("us_before", "us_after", "limit_us"))
         rounded(f"{path.stem}-{row['key']}-before", before, "%.1f")
         rounded(f"{path.stem}-{row['key']}-after", after, "%.1f")
-        if before and after:
-            define_tex(f"{path.stem}-{row['key']}-gain", signed(round(before - after, 3) + 0.0))
         if after and limit:
             define(f"{path.stem}-{row['key']}-xlimit", "%.3f" % (after / limit))
 
