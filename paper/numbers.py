@@ -22,8 +22,11 @@ ladder-N-limit, us of its own bytes at the read limit, and ladder-N-above, what 
 ladder-noise-stage, the one that was also measured twice by itself, ladder-noise-first and
 -second, those medians, -turns, that of its turns with the others, and ladder-apart-us, how far
 apart the three are; ladder-limit-us and ladder-floor-us; account-N-..., where the time of one
-step went; model-..., what a whole model would take under the assumptions of define_model. And
-from the shape alone, with nothing measured, \\shape{qkv} and the like: bytes.
+step went; model-..., what a whole model would take under the assumptions of define_model. Of a
+row of data/changes-N.csv: changes-N-ROW-before, -after, -gain, in us, and -xlimit, times the read
+limit of its run; of data/streams.csv: streams-ROW-less, per cent of the rate of another row; of
+data/waits-N.csv: waits-N-ROW-us, what a phase waits for its vector, and waits-N-FORM-us, what all
+of them do. And from the shape alone, with nothing measured, \\shape{qkv} and the like: bytes.
 """
 import csv
 import json
@@ -320,6 +323,41 @@ def define_model(spent, read_tbs):
             define(f"model-{layers}-{gpus}-share", "%.0f" % (100 * layer / gpus / us))
 
 
+def from_changes(path):
+    """What a change made of a step, and how far that is above the read limit of its run."""
+    for row in split(path)[1]:
+        before, after, limit = (number_of(row, c) for c in ("us_before", "us_after", "limit_us"))
+        rounded(f"{path.stem}-{row['key']}-before", before, "%.1f")
+        rounded(f"{path.stem}-{row['key']}-after", after, "%.1f")
+        if after and limit:
+            define(f"{path.stem}-{row['key']}-xlimit", "%.3f" % (after / limit))
+
+
+def from_streams(path):
+    """How much less than the row it is against each shape draws."""
+    rows = {row["key"]: row for row in split(path)[1]}
+    for key, row in rows.items():
+        if row["against"] in rows:
+            rate, whole = number_of(row, "tbs"), number_of(rows[row["against"]], "tbs")
+            define_tex(f"{path.stem}-{key}-less", signed(100 * (1 - rate / whole)))
+
+
+def from_waits(path):
+    """What a step waits for vectors. The first phase of a form finds its vector in place, and what
+    it pays for looking is no wait; the cycles of all phases together are the step."""
+    forms = {}
+    for row in split(path)[1]:
+        forms.setdefault(row["form"], []).append(row)
+    for form, rows in forms.items():
+        step, looking = number_of(rows[0], "step_us"), number_of(rows[0], "vector_cycles")
+        cycles = sum(number_of(row, "chunks") * sum(number_of(row, f"{what}_cycles") for what in
+                     ("full", "vector", "work")) for row in rows)
+        waits = {row["key"]: step / cycles * number_of(row, "chunks")
+                 * max(0.0, number_of(row, "vector_cycles") - looking) for row in rows}
+        for key, us in list(waits.items()) + [(form, sum(waits.values()))]:
+            define(f"{path.stem}-{key}-us", "%.1f" % us)
+
+
 def from_shape():
     for key, n in diagrams.bytes_of().items():
         print(r"\defineshape{%s}{%s}" % (key, diagrams.size(n)))
@@ -363,6 +401,9 @@ def main(folder):
             readable(path)
         if path.stem == "shapes":
             layer_table(path)
+        for start, read in (("changes-", from_changes), ("streams", from_streams), ("waits-", from_waits)):
+            if path.stem.startswith(start):
+                read(path)
     for path in sorted(pathlib.Path(folder).glob("*.json")):
         tree = json.loads(path.read_text(encoding="utf-8"))
         from_tree(path.stem, tree)
