@@ -8,7 +8,7 @@ Empty cells, and files that are not there, define nothing.
 Of a layer in data/shapes.csv, \\measured{shapes-NAME-KEYS-us}, also -limit, its bytes at the read
 limit, -above, us above that, and -mb; shapes-NAME-longer, us that the longest cache takes more
 than 4096 keys, -limit, those of its bytes, and -times. packed-bits: bits of a weight as stage 8
-reads it. changes-N-KEY-gain: us before less us after.
+reads it.
 
 What the text says most often has a short name and is rounded as it is printed. Of a stage:
 \\measured{ladder-N-us}, and likewise launches, xfloor, xlimit, graph, err and the others of
