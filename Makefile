@@ -400,7 +400,8 @@ check: | $(FIRST)
 	@$(MAKE) -s build/liboracle.so
 	@$(pytest) $(TESTS)
 
-# Alone and in one process, so that tests have the GPU to themselves. A whole run is kept.
+# Alone and in one process, so that tests have the GPU to themselves, but for some that are processes
+# of their own and measure nothing. A run that is cut off leaves data/check-gpu.txt.new.
 check-gpu: | $(FIRST)
 	@$(gpu_is_here) || { echo 'check-gpu: no NVIDIA GPU here'; exit 2; }
 	@[ -n '$(NVCC)' ] || { echo 'check-gpu: there is a GPU but no nvcc'; exit 2; }

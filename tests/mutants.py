@@ -71,6 +71,8 @@ MUTANTS = [
      "store_piece(a, tag.part, i, mine);\n    }\n    __syncwarp();\n",
      "store_piece(a, tag.part, i, mine);\n    }\n"),
     ("a slot is read before it is full", "        mbarrier_wait(s->full + w, parity);\n", ""),
+    ("a tile's slot is given back before it is scored", "    score_tile(a, s, K, keys, place);\n",
+     "    if (lane_id() == 0) mbarrier_arrive(s->empty + w);\n    score_tile(a, s, K, keys, place);\n"),
     ("__syncwarp gone before a chunk's slot is given back",
      "    __syncwarp();\n    if (lane_id() == 0) mbarrier_arrive(s->empty + w);\n",
      "    if (lane_id() == 0) mbarrier_arrive(s->empty + w);\n"),
