@@ -273,6 +273,10 @@ $(ALL_STAGES): stage%: | $(FIRST)
 	@$(MAKE) -s $(DRIVER)
 	@$(if $(SEED),CPU_SEED=$(SEED)) $(DRIVER) $(SHAPE)
 
+# What tables say they are of: COMMIT where it is given, for a tree that was copied without its
+# history can have an older one beside it; else what git says.
+commit = $${COMMIT:-$$(git describe --always --dirty=+ --abbrev=12 2>/dev/null || echo unknown)}
+
 # ---------------------------------------------------------------- grade
 # The grader's status is this recipe's: 0 all gates pass, 1 one does not, 2 no GPU. (make
 # itself ends with 2 whatever a recipe fails with, and names the status in its last line.)
@@ -329,7 +333,7 @@ resources: | $(FIRST)
 	@[ -n '$(NVCC)' ] || { echo 'resources: there is no nvcc'; exit 2; }
 	@command -v readelf >/dev/null || { echo 'resources: readelf is missing; make deps installs it'; exit 2; }
 	@python3 plots/resources.py --nvcc '$(NVCC)' \
-	    --commit "$$(git describe --always --dirty=+ --abbrev=12 2>/dev/null || echo "$${COMMIT:-unknown}")" \
+	    --commit "$(commit)" \
 	    -- $(filter-out -lineinfo -Werror all-warnings -Xcompiler -fPIC,$(GPU_FLAGS))
 
 # By ncu, on the drivers of the stages themselves.
@@ -350,7 +354,7 @@ timeline: | $(FIRST)
 	@ask() { nvidia-smi --format=csv,noheader --query-gpu="$$1" | head -n 1; }; \
 	export DRIVER_VERSION="$$(ask driver_version)" \
 	    CLOCKS="$$(ask clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem)" \
-	    COMMIT="$$(git describe --always --dirty=+ --abbrev=12 2>/dev/null || echo "$${COMMIT:-unknown}")"; \
+	    COMMIT="$(commit)"; \
 	for n in $(N); do build/gpu-timers/stage$$n/driver --timeline=data/timeline-$$n.csv; done
 
 plots: | $(filter shapes,$(MAKECMDGOALS))
@@ -396,7 +400,8 @@ check: | $(FIRST)
 	@$(MAKE) -s build/liboracle.so
 	@$(pytest) $(TESTS)
 
-# Alone and in one process, so that tests have the GPU to themselves. A whole run is kept.
+# Alone and in one process, so that tests have the GPU to themselves, but for some that are processes
+# of their own and measure nothing. A run that is cut off leaves data/check-gpu.txt.new.
 check-gpu: | $(FIRST)
 	@$(gpu_is_here) || { echo 'check-gpu: no NVIDIA GPU here'; exit 2; }
 	@[ -n '$(NVCC)' ] || { echo 'check-gpu: there is a GPU but no nvcc'; exit 2; }

@@ -1153,10 +1153,13 @@ def clocks():
 
 
 def commit():
-    """The commit measured, with + when files differ from it; $COMMIT where there is no git."""
+    """The commit measured: $COMMIT where it is set, for a copied tree can have an older history
+    beside it; else what git says, with + when files differ from it."""
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
     known = output_of("git", "rev-parse", "--short=12", "HEAD")
     if not known:
-        return os.environ.get("COMMIT", "unknown")
+        return "unknown"
     return known + ("+" if output_of("git", "status", "--porcelain", "-uno") else "")
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(tools.ROOT))
 import reference as ref  # noqa: E402
 
 BAD_ARGUMENT, BAD_ALIGNMENT, BAD_SHAPE, BAD_POSITION, BAD_DEVICE, NO_MEMORY, CUDA_FAILED = range(1, 8)
+NO_BYTES = r"there are no [1-9]\d* bytes of device memory for "   # what is said of NO_MEMORY
 GPU = os.environ.get("LAYERS_ON") == "gpu"
 SMALL = ref.Shape(d=128, ffn=192, n_q=4, n_kv=2, hd=64, prefill=130, max_seq_len=132)
 

@@ -3,6 +3,7 @@ import concurrent.futures
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 import torch
 
+import sanitize
 import tools
 
 sys.path[:0] = [str(tools.ROOT), str(tools.ROOT / "plots")]
@@ -609,6 +611,25 @@ def test_make_without_a_gpu_says_so():
     for target in ("ladder", "peers", "shapes"):
         status, output = tools.make(target)
         assert status == 2 and f"{target}: no NVIDIA GPU here" in output
+
+
+@pytest.mark.parametrize("given, wanted", [("0123456789ab", "0123456789ab"), ("", "57a1e0000000"), (None, "57a1e0000000")])
+def test_a_commit_that_is_given_is_that_of_all_tables(tmp_path, monkeypatch, given, wanted):
+    """Whatever the git says that is found: what is copied may lie beside an older history."""
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\ncase $1 in status) ;; *) echo 57a1e0000000;; esac\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("COMMIT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("COMMIT", given)
+    assert reference.commit() == wanted
+    assert f"# commit: {wanted}" in sanitize.provenance()
+    status, output = tools.make("-n", "resources", "NVCC=none")
+    told = re.search('--commit (".*?") ', output).group(1)
+    assert status == 0 and tools.run(["bash", "-c", "echo " + told]) == (0, wanted + "\n")
+    rest = (tools.ROOT / "Makefile").read_text().split("\ncommit = ")
+    assert rest[1].count('"$(commit)"') == 2 and "COMMIT:-" not in rest[0] + rest[1].split("\n", 1)[1]
 
 
 @pytest.mark.gpu

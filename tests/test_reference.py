@@ -17,6 +17,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import reference as ref  # noqa: E402
+import tools  # noqa: E402
 
 BAD = ROOT / "tests" / "bad_submissions"
 TINY = dict(d=128, ffn=192, n_q=4, n_kv=2, hd=64, prefill=9, max_seq_len=64)
@@ -589,6 +590,13 @@ def test_operations_are_annotated_one_by_one():
 
 # ------------------------------------------------------------------------- with a GPU
 
+@pytest.fixture(scope="module")
+def graded_small(request, tmp_path_factory):
+    names = tools.chosen(request, "test_bad_submissions_on_a_gpu", "name")
+    with tools.started(lambda name: grade_small(BAD / f"{name}.py", tmp_path_factory.mktemp(name)), names) as result:
+        yield result
+
+
 def grade_small(path, tmp_path):
     out = tmp_path / "grade.json"
     done = run("grade", path, "--small", "--out", out, timeout=400)
@@ -600,8 +608,8 @@ def grade_small(path, tmp_path):
 
 @needs_gpu
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_bad_submissions_on_a_gpu(name, tmp_path):
-    names, content = grade_small(BAD / f"{name}.py", tmp_path)
+def test_bad_submissions_on_a_gpu(name, graded_small):
+    names, content = graded_small(name)
     assert not content["pass"] and EXPECTED[name][1] <= names
 
 

@@ -92,15 +92,28 @@ def test_a_wrong_shape_is_refused(stage):
     assert not passed(status, output) and status != 0, output
 
 
+def check_on_the_gpu(stage):
+    return tools.run([str(tools.ROOT / "build" / "gpu" / stage / "driver"), "--check", "--d=4096", "--ffn=14336",
+                      "--n-q=32", "--n-kv=8"])
+
+
+@pytest.fixture(scope="module")
+def checked(request):
+    stages = [stage for stage in tools.chosen(request, "test_on_the_gpu", "stage") if stage < "stage7"]
+    for stage in stages:
+        tools.build(f"build/gpu/{stage}/driver")
+    with tools.started(check_on_the_gpu, stages) as result:
+        yield result
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", tools.STAGES)
-def test_on_the_gpu(stage):
+def test_on_the_gpu(stage, checked):
     """At full size and measured the last ones, the others at half the width and only checked: the
     ladder checks all of them at full size."""
     if stage >= "stage7":
         with tools.alone():
             status, output = tools.make(stage, timeout=600)
     else:
-        driver = tools.build(f"build/gpu/{stage}/driver")
-        status, output = tools.run([str(driver), "--check", "--d=4096", "--ffn=14336", "--n-q=32", "--n-kv=8"])
+        status, output = checked(stage)
     assert passed(status, output), f"exit status {status}:\n{output}"

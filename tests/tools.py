@@ -1,4 +1,5 @@
 """What the tests share: where things are, running make, the chunks of layer.nw."""
+import concurrent.futures
 import contextlib
 import fcntl
 import functools
@@ -43,6 +44,25 @@ def watched(command, limit, **env):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return "hung", f"{process.communicate()[0]}stopped after {limit} s"
+
+
+@contextlib.contextmanager
+def started(work, names, at_once=4):
+    """Starts work(name) for each of the names, so many at once, for tests that are processes of their own
+    and do not measure; yields a function that waits for the result of one. Once it has given all of
+    them, nothing runs any more."""
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        futures = {name: pool.submit(work, name) for name in names}
+        try:
+            yield lambda name: futures[name].result()
+        finally:
+            for future in futures.values():
+                future.cancel()
+
+
+def chosen(request, test, parameter):
+    """The values of a parameter with which a test is going to run."""
+    return [item.callspec.params[parameter] for item in request.session.items if item.originalname == test]
 
 
 def in_one_process(script, names, limit):
