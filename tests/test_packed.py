@@ -3,9 +3,7 @@ and a step gives the bits of the twin that reads raw weights."""
 import ctypes
 import gc
 import os
-import pathlib
 import re
-import subprocess
 import sys
 import weakref
 
@@ -32,17 +30,9 @@ class Packing(ctypes.Structure):
 
 def compiled(folder, *options, change=lambda text: text):
     """Stage 8 and the CPU target in one shared library."""
-    kernels = folder / "kernels.cu"
-    kernels.write_text(change((STAGE / "kernels.cu").read_text(encoding="utf-8")), encoding="utf-8")
-    path, include, objects = folder / "layer.so", ["-I", str(tools.ROOT / "stages" / "cpu"), "-I", str(STAGE)], []
-    record = folder / "record.c"
-    record.write_text(python_side.load(STAGE / "submission.py").SOURCES[record.name], encoding="utf-8")
-    for source, how in ((tools.ROOT / "stages/cpu/cpu.c", ["-std=gnu11"]),
-                        (STAGE / "layer.c", ["-std=c11"]), (record, ["-std=c11"]), (kernels, ["-x", "c", "-std=c11"])):
-        objects.append(str(folder / (pathlib.Path(source).name + ".o")))
-        subprocess.run(["gcc", *how, *options, "-O2", "-fPIC", *include, "-c", str(source), "-o", objects[-1]],
-                       check=True)
-    subprocess.run(["gcc", "-shared", "-o", str(path), *objects, "-lm"], check=True)
+    kernels = change((STAGE / "kernels.cu").read_text(encoding="utf-8"))
+    record = python_side.load(STAGE / "submission.py").SOURCES["record.c"]
+    path = tools.stage_and_cpu("stage8", folder, record, *options, kernels=kernels)
     os.environ["CPU_SMS"] = "3"
     library = ctypes.CDLL(str(path))
     library.path = path

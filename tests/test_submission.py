@@ -9,7 +9,6 @@ import functools
 import gc
 import importlib.util
 import os
-import pathlib
 import re
 import statistics
 import subprocess
@@ -236,18 +235,7 @@ def test_where_libraries_are_kept(tmp_path, submission, monkeypatch):
 @pytest.fixture(scope="module")
 def cpu_library(tmp_path_factory):
     """The stage and the CPU target in one shared library."""
-    path = tmp_path_factory.mktemp("cpu") / "layer.so"
-    record = path.with_name("record.c")
-    record.write_text(load().SOURCES[record.name], encoding="utf-8")
-    include = ["-I", str(tools.ROOT / "stages" / "cpu")]
-    objects = []
-    for source, options in (("stages/cpu/cpu.c", ["-std=gnu11"]), ("stages/stage7/layer.c", ["-std=c11"]),
-                            ("stages/stage7/kernels.cu", ["-x", "c", "-std=c11"]),
-                            (record, ["-std=c11", "-I", str(STAGE)])):
-        objects.append(str(path.with_name(pathlib.Path(source).name + ".o")))
-        subprocess.run(["gcc", *options, "-O2", "-fPIC", *include, "-c", str(tools.ROOT / source),
-                        "-o", objects[-1]], check=True)
-    subprocess.run(["gcc", "-shared", "-Wl,-Bsymbolic", "-o", str(path), *objects, "-lm"], check=True)
+    path = tools.stage_and_cpu("stage7", tmp_path_factory.mktemp("cpu"), load().SOURCES["record.c"])
     os.environ["CPU_SMS"] = "2"
     library = ctypes.CDLL(str(path))
     library.path = path

@@ -109,6 +109,27 @@ def build(target):
     return ROOT / target
 
 
+def stage_and_cpu(stage, folder, record, *options, kernels=None):
+    """A stage, its submission's record.c and the CPU target in one shared library in folder: its
+    path. kernels: the text of the kernel file, where it is not the stage's own."""
+    own = ROOT / "stages" / stage
+    sources = {ROOT / "stages/cpu/cpu.c": ["-std=gnu11"], own / "layer.c": ["-std=c11"]}
+    for name, text, how in (("record.c", record, []), ("kernels.cu", kernels, ["-x", "c"])):
+        source = own / name
+        if text is not None:
+            source = folder / name
+            source.write_text(text, encoding="utf-8")
+        sources[source] = [*how, "-std=c11"]
+    objects = []
+    for source, how in sources.items():
+        objects.append(str(folder / (source.name + ".o")))
+        subprocess.run(["gcc", *how, *options, "-O2", "-fPIC", "-I", str(ROOT / "stages/cpu"), "-I", str(own),
+                        "-c", str(source), "-o", objects[-1]], check=True)
+    path = folder / "layer.so"
+    subprocess.run(["gcc", "-shared", "-Wl,-Bsymbolic", "-o", str(path), *objects, "-lm"], check=True)
+    return path
+
+
 def copy_to(folder):
     folder.mkdir(parents=True)
     for name in PARTS:
