@@ -338,6 +338,9 @@ EIGHT = [
 ]
 
 REASONS = {
+    "scratch is not cleared":
+        "in stage 6 a counter and the count that a block begins with: what the CPU target "
+        "fills memory with is the same in both",
     "one block more than multiprocessors":
         "at small shapes two blocks fit on one; a grid that does not fit the cooperative "
         "launch refuses",
@@ -363,9 +366,12 @@ FAULTS = {
     "stage6": (RUNS_6, {"kernels.cu": SIX, "layer.c": HOST + HOST_6}),
     "stage7": (RUNS, {"kernels.cu": MUTANTS, "layer.c": HOST}),
 }
+# Stage 8 multiplies what it has packed: the pointers that stage 7 gives its kernel are not read.
+HOST_8 = [("gate and up swapped", "w->o, w->gate, w->up, w->down };", "w->o, w->up, w->gate, w->down };")]
 SOURCE_8 = (ROOT / "stages" / "stage8" / "layer.c").read_text(encoding="utf-8")
 FAULTS["stage8"] = (RUNS, {   # of the host side, what it has in common with the others
-    "kernels.cu": EIGHT, "layer.c": [fault for fault in HOST if SOURCE_8.count(fault[1]) == 1]})
+    "kernels.cu": EIGHT, "layer.c": HOST_8 + [
+        fault for fault in HOST if SOURCE_8.count(fault[1]) == 1 and fault[0] != HOST_8[0][0]]})
 
 
 def all_faults():
