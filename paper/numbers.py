@@ -220,7 +220,7 @@ def from_ladder(path):
         us, above, graph = (number_of(row, column) for column in ("us_median", "x_read_limit", "us_graph_median"))
         if above:
             define(f"ladder-{row['stage']}-limit", "%.1f" % (us / above))
-            define(f"ladder-{row['stage']}-above", "%.1f" % (us * (1 - 1 / above)))
+            define(f"ladder-{row['stage']}-above", "%.1f" % above_limit(row))
         if graph:
             define_tex(f"ladder-{row['stage']}-gaps", signed(us - graph))
     return number_of(first, "read_tbs")

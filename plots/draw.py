@@ -182,7 +182,7 @@ def shapes(data, escape):
         points.append((mb, row["us_median"], quoted(escape(label if apart else "")), int(not usual)))
         last = mb if apart and label else last
         if usual:
-            above.append(row["us_median"] * (1 - 1 / row["x_read_limit"]))
+            above.append(tables.above_limit(row))
     if not above:
         raise NothingThere("shapes.csv has no layer with 4096 keys")
     return {"shapes.dat": lines_of(points)}, dict(
