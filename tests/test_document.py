@@ -197,6 +197,8 @@ def test_what_changes_gave_and_waits_took(tmp_path):
     (tmp_path / "changes-7.csv").write_text(
         "key,change,predicted_us,us_before,us_after,kernel_kib,limit_us\n"
         "words,w,9,413.40,410.15,,400\nworse,w,3 to 6,400,401.3,,\nalone,a,,,420.06,,350\n", encoding="utf-8")
+    (tmp_path / "stamps-7.csv").write_text(
+        "key,moment,args_us,slices_us\na,first,10,20\nb,second,12.5,\nc,third,13,21.26\n", encoding="utf-8")
     (tmp_path / "streams.csv").write_text(
         "key,what,us,tbs,against\nrows,r,200,4.6,\nhalves,h,210,4.37,rows\n", encoding="utf-8")
     (tmp_path / "waits-7.csv").write_text(
@@ -204,7 +206,8 @@ def test_what_changes_gave_and_waits_took(tmp_path):
         "QKV,slim,2,300,100,600,400\nO,slim,4,200,600,700,400\ndown,slim,1,0,1100,900,400\n"
         "first,halves,1,10,20,70,100\nsecond,halves,1,70,10,20,100\n", encoding="utf-8")
     made = numbers_of(tmp_path)
-    for key, value in {"changes-7-words-gain": "3.2", "changes-7-words-before": "413.4", "changes-7-worse-gain": "-1.3",
+    for key, value in {"stamps-7-b-args-link": "2.5", "stamps-7-c-args-link": "0.5", "stamps-7-c-slices-link": "1.3",
+                       "changes-7-words-gain": "3.2", "changes-7-words-before": "413.4", "changes-7-worse-gain": "-1.3",
                        "changes-7-words-xlimit": "1.025", "changes-7-alone-after": "420.1",
                        "changes-7-alone-xlimit": "1.200", "changes-7/worse/predicted_us": "3 to 6",
                        "streams-halves-less": "5.0", "waits-7-QKV-us": "0.0", "waits-7-O-us": "80.0",

@@ -527,8 +527,8 @@ def test_what_the_library_refuses(submission, chip, monkeypatch):
 
 
 def test_what_the_library_refuses_comes_with_its_rule_and_the_number(submission, chip):
-    wide = ref.Shape(d=19328, ffn=64, n_q=1, n_kv=1, hd=64, prefill=5, max_seq_len=16)
-    with pytest.raises(ValueError, match="cfg: .*at most 19264 on this device, and is 19328"):
+    wide = ref.Shape(d=19264, ffn=64, n_q=1, n_kv=1, hd=64, prefill=5, max_seq_len=16)
+    with pytest.raises(ValueError, match="cfg: .*at most 19200 on this device, and is 19456"):
         submission.build_layer(*chip.layer(wide))
 
 

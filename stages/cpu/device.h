@@ -71,6 +71,9 @@ static inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places)
     return word;
 }
 
+/* twin: powers of two */
+static inline float exp2_approx(float x) { return exp2f(x); }
+
 /* twin: where a thread is */
 struct cpu_place {
     struct { unsigned x, y, z; } thread, block, threads, blocks;

@@ -172,13 +172,12 @@ DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
 #ifdef DEBUG_SPINS
     uint64_t start = spin_ns();
 #endif
-    while ((int32_t)(load_relaxed(p) - v) < 0) {
+    while ((int32_t)(load_acquire(p) - v) < 0) {
 #ifdef DEBUG_SPINS
         if (spin_ns() - start > SPIN_LIMIT)
             spin_failed("a counter", p, v, load_relaxed(p));
 #endif
     }
-    load_acquire(p);
 }
 
 /* PTX: mbarriers */

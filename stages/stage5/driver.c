@@ -127,6 +127,8 @@ static void set_option(const char *name, const char *value)
     else die(2, "unknown option --%s; see --help", name);
 }
 
+enum { STEPS = 32 };   /* of a sample */
+
 static void read_options(int argc, char **argv)
 {
     for (int i = 1; i < argc; i++) {
@@ -144,6 +146,9 @@ static void read_options(int argc, char **argv)
         }
     }
     if (!opt.c.max_seq_len) opt.c.max_seq_len = opt.prefill + 128;
+    if (!opt.at && opt.c.max_seq_len < opt.prefill + STEPS)
+        die(2, "--rows= must be at least %lld, %d more than are filled, and is %lld",
+            (long long)opt.prefill + STEPS, STEPS, (long long)opt.c.max_seq_len);
 }
 
 /* driver: sets of weights and caches */
@@ -542,7 +547,6 @@ static void check_all(struct set *s)
 /* driver: measuring, and the main program */
 #ifndef CUDA_CPU_TARGET
 /* driver: measure */
-enum { STEPS = 32 };
 static uint16_t *inputs, *results;   /* bf16 [STEPS][d] on the device */
 
 static void run_sample(struct set *sets, cudaStream_t stream)

@@ -28,6 +28,7 @@ enum {
     UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
+    STRIPE = 256,       /* columns that a warp multiplies at once */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
 };
 
@@ -72,7 +73,7 @@ struct layer_args {
     /* counters between the blocks */
     uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
-    uint32_t *units_done;      /* [groups] * LINE: units of this step */
+    uint32_t *units_done;      /* [groups] * LINE: shares of units since build */
     uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
     /* timers: the marks */
     #ifdef TIMERS
@@ -140,7 +141,7 @@ static void cut(struct geometry *g, const layer_config *c)
     g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
     g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
     g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
-    g->vector_bytes = larger(4 * widest,
+    g->vector_bytes = larger(4 * ((widest + STRIPE - 1) / STRIPE * STRIPE),
                              4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
     g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
     g->groups = (int32_t)c->n_kv * g->octets;
@@ -172,9 +173,9 @@ static int share_out(layer *l)   /* the shared memory of a block */
         return LAYER_CUDA_FAILED;
     int64_t slots = (most - SHARED_BYTES - a->g.vector_bytes) / a->g.slot_bytes;
     if (slots < 2)
-        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
-                       "at most %d on this device, and is %lld", PARTS,
-                       (most - SHARED_BYTES) / 12 / 64 * 64,
+        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d, in whole "
+                       "%ds, must be at most %d on this device, and is %lld", PARTS,
+                       STRIPE, (most - SHARED_BYTES) / 12 / STRIPE * STRIPE,
                        (long long)a->g.vector_bytes / 4);
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
     l->shared = (size_t)(SHARED_BYTES + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);

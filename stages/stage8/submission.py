@@ -225,13 +225,12 @@ DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
 #ifdef DEBUG_SPINS
     uint64_t start = spin_ns();
 #endif
-    while ((int32_t)(load_relaxed(p) - v) < 0) {
+    while ((int32_t)(load_acquire(p) - v) < 0) {
 #ifdef DEBUG_SPINS
         if (spin_ns() - start > SPIN_LIMIT)
             spin_failed("a counter", p, v, load_relaxed(p));
 #endif
     }
-    load_acquire(p);
 }
 
 /* PTX: counters within a block */
@@ -386,6 +385,14 @@ DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places)
 {
     return __byte_perm(low, high, places);   /* a hex digit a byte: 0-3 low, 4-7 high */
 }
+
+/* PTX: powers of two */
+DEVICE float exp2_approx(float x)   /* within two units in the last place */
+{
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #else
 #include "device.h"
 #endif
@@ -412,6 +419,7 @@ enum {
     UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
+    STRIPE = 256,       /* columns that a warp multiplies at once */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
 };
 
@@ -470,7 +478,7 @@ struct layer_args {
     /* counters between the blocks */
     uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
-    uint32_t *units_done;      /* [groups] * LINE: units of this step */
+    uint32_t *units_done;      /* [groups] * LINE: shares of units since build */
     uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
     /* timers: the marks */
     #ifdef TIMERS
@@ -526,10 +534,11 @@ DEVICE int64_t position(struct position p)
 
 /* stream: shared memory */
 struct tag {
-    int32_t phase, part;   /* part: the unit of ATTEND, the piece of GATE_UP and DOWN */
+    int32_t phase, part;   /* part: group of ATTEND, piece of GATE_UP and DOWN */
     int32_t item;          /* the tile within the unit, or the chunk */
     int32_t vector;        /* the vector of this block that it needs */
     int32_t last;          /* of this warp in this phase and piece */
+    int32_t tile;          /* of ATTEND: its number among all tiles of the group */
 };
 
 struct shared {
@@ -539,7 +548,6 @@ struct shared {
     uint32_t vectors;              /* vectors put in place so far */
     uint32_t gated;                /* chunks of gate and up that are multiplied */
     float scale;                   /* of the vector in place */
-    uint32_t arrived;              /* one loader tells the others */
     float sums[LOADER_WARPS];
     float tile_max[UNIT_TILES][HEADS], tile_weight[UNIT_TILES][HEADS];
     struct layer_args args;        /* a copy of the kernel's argument */
@@ -636,12 +644,40 @@ DEVICE float base_of(float max)   /* what scores are reduced by; see below */
 
 DEVICE void loaders_meet(void) { named_barrier_sync(1, LOADERS); }
 
+struct pair { float low, high; };   /* sums of the two rows of a pair */
+
 DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
 {
     return a->done + (phase * PARTS + part) * LINE;
 }
 
-/* stream: the diagonal product */
+/* stream: hi and lo */
+DEVICE void split_pair(float x, float y, uint32_t *hi, uint32_t *lo)
+{
+    *hi = pack_bf16(x, y);
+    *lo = pack_bf16(x - bits_f32(*hi << 16), y - bits_f32(*hi & 0xffff0000u));
+}
+
+struct eight { float v[8]; };
+
+DEVICE void split(const struct eight *x, bits128 *hi, bits128 *lo)
+{
+    for (int i = 0; i < 4; i++)
+        split_pair(x->v[2 * i], x->v[2 * i + 1], &hi->v[i], &lo->v[i]);
+}
+
+/* packed: where the vector lies */
+DEVICE int64_t padded(int64_t n) { return n; }
+
+DEVICE void put_eight(uint16_t *hi, int64_t n, int64_t j, struct eight x)
+{
+    split(&x, (bits128 *)(hi + j), (bits128 *)(hi + n + j));
+}
+
+/* packed: runs of two rows */
+enum { RUN = 256, RUNS = 2 };   /* columns of a run; runs of a step */
+struct run { bits128 low, high, hi, lo; };
+
 DEVICE void multiply_16_bytes(float c[4], bits128 low, bits128 high, bits128 x)
 {
     uint32_t a0[4] = { low.v[0], high.v[0], low.v[1], high.v[1] };
@@ -650,66 +686,10 @@ DEVICE void multiply_16_bytes(float c[4], bits128 low, bits128 high, bits128 x)
     mma_bf16(c, a1, x.v + 2);
 }
 
-struct pair { float low, high; };
-enum { RUN = 256, RUNS = 2 };   /* elements of a run; runs of a step */
-struct run { bits128 low, high, hi, lo; };
-
-DEVICE struct run read_run(const uint16_t *low, const uint16_t *high,
-                           const uint16_t *hi, int n, int i)
-{
-    struct run r;
-    r.low = *(const bits128 *)(low + i);
-    r.high = *(const bits128 *)(high + i);
-    r.hi = *(const bits128 *)(hi + i);
-    r.lo = *(const bits128 *)(hi + n + i);
-    return r;
-}
-
 DEVICE void multiply_run(float c[2][4], struct run r)
 {
     multiply_16_bytes(c[0], r.low, r.high, r.hi);
     multiply_16_bytes(c[1], r.low, r.high, r.lo);
-}
-
-DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t *hi,
-                       int n)
-{
-    float c[RUNS][2][4] = {{{ 0 }}};
-    int i = lane_id() * 8, whole = n / (RUN * RUNS) * (RUN * RUNS);
-    if (whole) {
-        struct run now[RUNS], next[RUNS];
-        for (int u = 0; u < RUNS; u++) now[u] = read_run(low, high, hi, n, i + RUN * u);
-        UNROLL(1)
-        for (int k = RUN * RUNS; k < whole; k += RUN * RUNS) {
-            for (int u = 0; u < RUNS; u++)
-                next[u] = read_run(low, high, hi, n, i + k + RUN * u);
-            for (int u = 0; u < RUNS; u++) multiply_run(c[u], now[u]), now[u] = next[u];
-        }
-        for (int u = 0; u < RUNS; u++) multiply_run(c[u], now[u]);
-    }
-    /* multiply what is left of the rows */
-    UNROLL(1)
-    for (int k = whole; k < n; k += RUN) {
-        struct run r = {{{ 0 }}, {{ 0 }}, {{ 0 }}, {{ 0 }}};
-        if (i + k < n) r = read_run(low, high, hi, n, i + k);
-        multiply_run(c[0], r);
-    }
-    /* add up the diagonal */
-    /* what a lane has of the diagonal */
-    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
-    struct pair sum = { 0, 0 };
-    for (int u = 0; u < 2 * RUNS; u++) {
-        const float *part = c[u / 2][u % 2];
-        sum.low += g % 2 ? part[1] : part[0];
-        sum.high += g % 2 ? part[3] : part[2];
-    }
-    if (!here) sum.low = sum.high = 0;
-    /* add up the lanes */
-    for (int m = 16; m; m /= 2) {
-        sum.low += shfl_xor_f32(sum.low, m);
-        sum.high += shfl_xor_f32(sum.high, m);
-    }
-    return sum;
 }
 
 /* packed: eight weights */
@@ -986,7 +966,7 @@ DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
             low = side_of(a, r.low, n, 0), high = side_of(a, r.high, n, 0);
         while (c >= (part + 1) * part_chunks) part++;   /* of down, that it feeds */
         int next = c + a->g.warps * step, last = next >= chunks;
-        struct tag tag = { phase, part, c, vector, last };
+        struct tag tag = { phase, part, c, vector, last, 0 };
         if (next >= (part + 1) * part_chunks) tag.last = 1;
         send(a, s, p, tag, r, low, high);
     }
@@ -1001,7 +981,7 @@ DEVICE void produce_down(const struct layer_args *a, struct shared *s,
     while (p->w) next_slot(a, p, 0);   /* each of a row's pieces to the same warp */
     for (int c = share.team; c < a->g.chunks[DOWN]; c += share.teams) {
         int last = c + a->g.warps * share.teams >= a->g.chunks[DOWN];
-        struct tag tag = { DOWN, piece, c, vector, last };
+        struct tag tag = { DOWN, piece, c, vector, last, 0 };
         send(a, s, p, tag, rows_of(a, DOWN, c), side, side);
     }
 }
@@ -1018,8 +998,8 @@ DEVICE int produce_unit(const struct layer_args *a, struct shared *s,
         int64_t first = (int64_t)t * TILE_KEYS, old = pos - first;
         if (old > TILE_KEYS) old = TILE_KEYS;
         int64_t at = (kv * a->pos.rows + first) * a->hd;
-        struct tag tag = { ATTEND, unit, t - start, vector + vector_of_tile(t - start),
-                           0 };
+        struct tag tag = { ATTEND, group, t - start, vector + vector_of_tile(t - start),
+                           0, t };
         offer(s, p, tag, (uint32_t)(4 * old * a->hd));
         if (old) {
             copy(a, s, p, 0, a->k_cache + at, old * a->hd);
@@ -1045,7 +1025,7 @@ DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
          piece += (int)gridDim.x)
         produce_down(a, s, &p, piece, vector++);
     for (int w = 0; w < a->g.warps; w++) {
-        struct tag end = { THE_END, 0, 0, 0, 0 };
+        struct tag end = { THE_END, 0, 0, 0, 0, 0 };
         offer(s, &p, end, 0);
         next_slot(a, &p, 1);
     }
@@ -1068,21 +1048,6 @@ DEVICE void publish(const struct layer_args *a, struct shared *s, uint32_t vecto
 }
 
 /* stream: put a vector in place */
-struct eight { float v[8]; };
-
-DEVICE void split(const struct eight *x, uint16_t *hi, uint16_t *lo)
-{
-    bits128 h, l;
-    for (int i = 0; i < 4; i++) {
-        float a = x->v[2 * i], b = x->v[2 * i + 1];
-        h.v[i] = pack_bf16(a, b);
-        l.v[i] = pack_bf16(a - bits_f32(h.v[i] << 16),
-                           b - bits_f32(h.v[i] & 0xffff0000u));
-    }
-    *(bits128 *)hi = h;
-    *(bits128 *)lo = l;
-}
-
 /* stream: read eight numbers */
 DEVICE struct eight eight_bf16(bits128 b)
 {
@@ -1119,8 +1084,13 @@ enum { IN_FLIGHT = 4 };   /* eights that a loader has in flight */
 APART void put_vector(const struct layer_args *a, struct shared *s, const float *f,
                       const uint16_t *b, const uint16_t *weight, int64_t n)
 {
-    uint16_t *hi = (uint16_t *)vector_area(), *lo = hi + n;
+    uint16_t *hi = (uint16_t *)vector_area();
     float squares = 0;
+    /* put zeros behind the vector */
+    for (int64_t j = n + loader_thread(a) * 8; j < padded(n); j += 8 * LOADERS) {
+        struct eight none = {{ 0 }};
+        put_eight(hi, n, j, none);
+    }
     UNROLL(1)
     for (int64_t i = loader_thread(a) * 8; i - loader_thread(a) * 8 < n;
          i += 8 * LOADERS * IN_FLIGHT) {
@@ -1142,7 +1112,7 @@ APART void put_vector(const struct layer_args *a, struct shared *s, const float 
             struct eight e = f ? eight_f32(x[u][0], x[u][1]) : eight_bf16(x[u][0]);
             if (j >= n) break;
             if (weight) squares = weigh(&e, w[u], squares);
-            split(&e, hi + j, lo + j);
+            put_eight(hi, n, j, e);
         }
     }
     if (!weight && loader_thread(a) == 0) s->scale = 1;
@@ -1159,6 +1129,8 @@ APART void put_vector(const struct layer_args *a, struct shared *s, const float 
 
 /* stream: attend a unit */
 /* stream: put the queries of a unit in place */
+#define LOG2_E 1.44269504088896341f
+
 DEVICE int heads_of(const struct layer_args *a, int group, int *first)
 {
     int rep = a->n_q / a->n_kv, octet = group % a->g.octets;
@@ -1174,8 +1146,8 @@ DEVICE void put_queries(const struct layer_args *a, int group)
         struct eight q = {{ 0 }};
         const float *from = a->roped_q + first * a->hd + i;
         if (i < heads * a->hd) q = eight_f32(load_16(from), load_16(from + 4));
-        for (int j = 0; j < 8; j++) q.v[j] *= a->score_scale;
-        split(&q, hi + i, lo + i);
+        for (int j = 0; j < 8; j++) q.v[j] *= a->score_scale * LOG2_E;
+        split(&q, (bits128 *)(hi + i), (bits128 *)(lo + i));
     }
 }
 
@@ -1190,12 +1162,18 @@ DEVICE void wait_for_tiles(struct shared *s, int first, int count, uint32_t *par
 }
 
 /* stream: merge the tiles of a unit */
+DEVICE uint32_t share_of_unit(const struct layer_args *a, struct span n, int split)
+{
+    int most = a->g.max_units;
+    return (uint32_t)(most * (split + 1) / n.units - most * split / n.units);
+}
+
 struct merged { float max, weight, sum[4]; };
 
 DEVICE void merge(struct merged *m, float max, float weight, bits128 sum)
 {
     float larger = fmaxf(m->max, max), base = base_of(larger);
-    float e = expf(m->max - base), f = expf(max - base);
+    float e = exp2_approx(m->max - base), f = exp2_approx(max - base);
     m->weight = e * m->weight + f * weight;
     for (int j = 0; j < 4; j++) m->sum[j] = e * m->sum[j] + f * bits_f32(sum.v[j]);
     m->max = larger;
@@ -1223,50 +1201,55 @@ DEVICE void store_unit(const struct layer_args *a, const struct merged *m, int g
 }
 
 /* stream: merge the units of a group */
-enum { FETCH = 6 };   /* units in flight */
+struct partial { bits128 sum; float max, weight; };
 
-/* stream: fetch some units and merge them */
-DEVICE void merge_some(const struct layer_args *a, struct merged *m, int64_t first,
-                       int left, int head, int i)
+DEVICE struct partial *partials(void) { return (struct partial *)vector_area(); }
+
+DEVICE void fetch_slice(const struct layer_args *a, struct span n, int group, int from,
+                        int count)   /* of fours of the group's numbers */
 {
-    int k = lane_id(), mine = k < left && k < FETCH;
-    bits128 sum[FETCH];
-    float max = mine ? a->unit_max[(first + k) * HEADS + head] : -INFINITY;
-    float weight = mine ? a->unit_weight[(first + k) * HEADS + head] : 0;
-    const float *from = a->unit_sum + (first * HEADS + head) * a->hd + i;
-    UNROLL(6)
-    for (int u = 0; u < FETCH; u++)
-        if (u < left && i < a->hd) sum[u] = load_16(from + u * HEADS * a->hd);
-    /* scale what was merged before, and this lane's unit, to the larger maximum */
-    float larger = fmaxf(m->max, max);
-    for (int s = 16; s; s /= 2) larger = fmaxf(larger, shfl_xor_f32(larger, s));
-    float base = base_of(larger);
-    float e = mine ? expf(max - base) : 0, old = expf(m->max - base);
-    m->max = larger, m->weight *= old;
-    for (int j = 0; j < 4; j++) m->sum[j] *= old;
-    UNROLL(6)
-    for (int u = 0; u < FETCH; u++) {
-        float f = shfl_f32(e, u);
-        m->weight = fmaf(f, shfl_f32(weight, u), m->weight);
-        for (int j = 0; j < 4 && u < left; j++)
-            m->sum[j] = fmaf(f, bits_f32(sum[u].v[j]), m->sum[j]);
+    UNROLL(1)
+    for (int i = loader_thread(a); i < n.units * count; i += LOADERS) {
+        int64_t unit = group * a->g.max_units + i / count;
+        int at = 4 * (from + i % count), head = at / a->hd;
+        struct partial *p = partials() + i;
+        p->max = a->unit_max[unit * HEADS + head];
+        p->weight = a->unit_weight[unit * HEADS + head];
+        p->sum = load_16(a->unit_sum + unit * HEADS * a->hd + at);
     }
 }
 
-DEVICE void merge_units(const struct layer_args *a, struct span n, int group)
+DEVICE bits128 merged_four(const struct partial *p, int units, int count)
 {
-    int first, heads = heads_of(a, group, &first), head = loader_thread(a) / 32;
-    int i = lane_id() * 4;
-    if (head < heads) {
-        struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
-        UNROLL(1)
-        for (int u = 0; u < n.units; u += FETCH)
-            merge_some(a, &m, group * a->g.max_units + u, n.units - u, head, i);
-        for (int j = 0; j < 4 && i < a->hd; j++)
-            a->attended[(first + head) * a->hd + i + j] = m.sum[j] / m.weight;
+    float max = -INFINITY, weight = 0, sum[4] = { 0, 0, 0, 0 };
+    for (int u = 0; u < units; u++) max = fmaxf(max, p[u * count].max);
+    UNROLL(4)
+    for (int u = 0; u < units; u++) {
+        const struct partial *one = p + u * count;
+        float e = exp2_approx(one->max - base_of(max));
+        weight = fmaf(e, one->weight, weight);
+        for (int j = 0; j < 4; j++) sum[j] = fmaf(e, bits_f32(one->sum.v[j]), sum[j]);
+    }
+    bits128 y;
+    for (int j = 0; j < 4; j++) y.v[j] = f32_bits(sum[j] / weight);
+    return y;
+}
+
+DEVICE void merge_slice(const struct layer_args *a, struct span n, int group, int split)
+{
+    int fours = HEADS * a->hd / 4, from = fours * split / n.units;
+    int count = fours * (split + 1) / n.units - from, t = loader_thread(a), first;
+    int heads = heads_of(a, group, &first);
+    fetch_slice(a, n, group, from, count);
+    loaders_meet();
+    for (int i = t; i < count; i += LOADERS) {
+        int at = 4 * (from + i);
+        if (at / a->hd >= heads) break;
+        *(bits128 *)(a->attended + first * a->hd + at)
+            = merged_four(partials() + i, n.units, count);
     }
     loaders_meet();
-    if (loader_thread(a) == 0) atomic_add_release(counter(a, ATTEND, 0), 1);
+    if (t == 0) atomic_add_release(counter(a, ATTEND, 0), share_of_unit(a, n, split));
 }
 
 DEVICE uint32_t attend_unit(const struct layer_args *a, struct shared *s, struct span n,
@@ -1285,16 +1268,9 @@ DEVICE uint32_t attend_unit(const struct layer_args *a, struct shared *s, struct
         if (i + UNIT_TILES < tiles) publish(a, s, ++vector);
     }
     store_unit(a, &m, group, split);
-    /* tell the others that the unit is done */
     loaders_meet();
-    if (t == 0) {
-        s->arrived = atomic_add_acq_rel(a->units_done + group * LINE, 1);
-        if (s->arrived + 1 == (uint32_t)n.units)
-            store_relaxed(a->units_done + group * LINE, 0);   /* for the next step */
-    }
-    loaders_meet();
-    if (s->arrived + 1 == (uint32_t)n.units) merge_units(a, n, group);
-    loaders_meet();
+    if (t == 0)
+        atomic_add_release(a->units_done + group * LINE, share_of_unit(a, n, split));
     return vector;
 }
 
@@ -1309,7 +1285,15 @@ APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t po
     if (units_of_block(a, n)) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);
     for (int u = (int)blockIdx.x; u < n.units * a->g.groups; u += (int)gridDim.x)
         vector = attend_unit(a, s, n, u, &parities, vector);
-    wait_for_phase(a, ATTEND, 0, launch, a->g.groups);
+    /* merge this block's slices */
+    for (int u = (int)blockIdx.x; u < n.units * a->g.groups; u += (int)gridDim.x) {
+        int group = u % a->g.groups, most = a->g.max_units;
+        uint32_t *done = a->units_done + group * LINE;
+        if (t == 0) wait_at_least(done, (launch + 1) * (uint32_t)most);
+        loaders_meet();
+        merge_slice(a, n, group, u / a->g.groups);
+    }
+    wait_for_phase(a, ATTEND, 0, launch, a->g.groups * a->g.max_units);
     put_vector(a, s, a->attended, 0, 0, (int64_t)a->n_q * a->hd);
     publish(a, s, ++vector);
     wait_for_phase(a, OUT, 0, launch, a->g.chunks[OUT]);
@@ -1562,131 +1546,121 @@ DEVICE void fetch_row(const struct layer_args *a, uint16_t *K, uint16_t *V, int 
     int i = lane_id() % 16 * 8;
     const uint16_t *cache = lane_id() < 16 ? a->k_cache : a->v_cache;
     uint16_t *to = lane_id() < 16 ? K : V;
+    bits128 zero = {{ 0 }};
     if (i < a->hd)
         *(bits128 *)(to + row * a->hd + i)
             = load_16(cache + (kv * a->pos.rows + pos) * a->hd + i);
+    for (i = (row + 1) * a->hd + 8 * lane_id(); i < TILE_KEYS * a->hd; i += 256)
+        *(bits128 *)(V + i) = zero;
     __syncwarp();
 }
 
-/* stream: the softmax of a tile */
-enum { SIXTEENS = TILE_KEYS / 16, P_ROW = TILE_KEYS + 8 };
+/* stream: score a tile */
+enum { EIGHTS = TILE_KEYS / 8, SIXTEENS = TILE_KEYS / 16 };   /* of keys */
 
-DEVICE void put_weight(uint16_t *p, float e)   /* hi, and lo behind all the hi */
-{
-    uint16_t hi = f32_to_bf16(e);
-    p[0] = hi;
-    p[HEADS * P_ROW] = f32_to_bf16(e - bf16_to_f32(hi));
-}
-
-DEVICE void soften(struct shared *s, float score[SIXTEENS][4], uint16_t *p, int tile)
+DEVICE void score_tile(const struct layer_args *a, const uint16_t *K,
+                       float score[EIGHTS][4])
 {
     int g = lane_id() / 4, t = lane_id() % 4;
-    for (int j = 0; j < 2; j++) {
-        float max = -INFINITY, sum = 0;
-        for (int m = 0; m < SIXTEENS; m++)
-            max = fmaxf(max, fmaxf(score[m][j], score[m][2 + j]));
-        for (int m = 4; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
-        float base = base_of(max);
-        for (int m = 0; m < SIXTEENS; m++) {
-            float e = expf(score[m][j] - base), f = expf(score[m][2 + j] - base);
-            put_weight(p + (2 * t + j) * P_ROW + 16 * m + g, e);
-            put_weight(p + (2 * t + j) * P_ROW + 16 * m + g + 8, f);
-            sum += e + f;
-        }
-        for (int m = 4; m < 32; m *= 2) sum += shfl_xor_f32(sum, m);
-        if (g) continue;
-        s->tile_max[tile][2 * t + j] = max;
-        s->tile_weight[tile][2 * t + j] = sum;
+    const uint16_t *hi = unit_queries(a) + g * a->hd, *lo = hi + HEADS * a->hd;
+    UNROLL(1)
+    for (int i = 8 * t; i < a->hd; i += 32) {
+        bits128 h = *(const bits128 *)(hi + i), l = *(const bits128 *)(lo + i);
+        uint32_t q[2][4] = {{ h.v[0], l.v[0], h.v[1], l.v[1] },
+                            { h.v[2], l.v[2], h.v[3], l.v[3] }};
+        bits128 k[EIGHTS];
+        for (int n = 0; n < EIGHTS; n++)
+            k[n] = *(const bits128 *)(K + (8 * n + g) * a->hd + i);
+        for (int n = 0; n < EIGHTS; n++) mma_bf16(score[n], q[0], k[n].v);
+        for (int n = 0; n < EIGHTS; n++) mma_bf16(score[n], q[1], k[n].v + 2);
     }
 }
 
-/* stream: score a tile */
+/* stream: the softmax of a tile */
 DEVICE float add_low(float hi, float lo)   /* a score that has overflowed stays so */
 {
     return fabsf(hi) == INFINITY ? hi : hi + lo;
 }
 
-DEVICE void score_tile(const struct layer_args *a, struct shared *s, uint16_t *K,
-                       int keys, int tile)
+DEVICE void soften(struct shared *s, float score[EIGHTS][4], int keys, int place,
+                   uint32_t weight[SIXTEENS][4])
 {
     int g = lane_id() / 4, t = lane_id() % 4;
-    const uint16_t *hi = unit_queries(a) + g * a->hd, *lo = hi + HEADS * a->hd;
-    float score[SIXTEENS][4], c[SIXTEENS][2][4] = {{{ 0 }}};
-    UNROLL(1)
-    for (int i = 8 * t; i < a->hd; i += 32) {
-        bits128 q = *(const bits128 *)(hi + i), r = *(const bits128 *)(lo + i);
-        for (int m = 0; m < SIXTEENS; m++) {
-            /* multiply sixteen keys by the queries */
-            const uint16_t *key = K + (16 * m + g) * a->hd + i;
-            bits128 x = *(const bits128 *)key, y = *(const bits128 *)(key + 8 * a->hd);
-            multiply_16_bytes(c[m][0], x, y, q);
-            multiply_16_bytes(c[m][1], x, y, r);
+    float max = -INFINITY, sum = 0;
+    /* find the largest score of the head */
+    for (int n = 0; n < EIGHTS; n++)
+        for (int j = 0; j < 2; j++) {
+            float both = add_low(score[n][j], score[n][2 + j]);
+            score[n][j] = 8 * n + 2 * t + j < keys ? both : -INFINITY;
+            max = fmaxf(max, score[n][j]);
         }
+    for (int m = 1; m < 4; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+    float base = base_of(max);
+    for (int n = 0; n < EIGHTS; n++) {
+        float *e = score[n];
+        uint32_t *two = &weight[n / 2][n % 2 * 2];   /* hi, lo */
+        for (int j = 0; j < 2; j++) e[j] = exp2_approx(e[j] - base), sum += e[j];
+        split_pair(e[0], e[1], two, two + 1);
     }
-    for (int m = 0; m < SIXTEENS; m++)
-        for (int i = 0; i < 4; i++) {
-            float sum = add_low(c[m][0][i], c[m][1][i]);
-            score[m][i] = 16 * m + g + i / 2 * 8 < keys ? sum : -INFINITY;
-        }
-    __syncwarp();
-    soften(s, score, K, tile);
-    __syncwarp();
+    for (int m = 1; m < 4; m *= 2) sum += shfl_xor_f32(sum, m);
+    if (t) return;
+    s->tile_max[place][g] = max;
+    s->tile_weight[place][g] = sum;
 }
 
 /* stream: sum a tile */
-DEVICE uint32_t two_values(const uint16_t *V, int hd, int key, int keys, int i)
-{
-    return key < keys ? *(const uint32_t *)(V + key * hd + i) : 0;
-}
+DEVICE uint32_t even_of(uint32_t a, uint32_t b) { return pick_bytes(a, b, 0x5410); }
+DEVICE uint32_t odd_of(uint32_t a, uint32_t b) { return pick_bytes(a, b, 0x7632); }
 
-DEVICE uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
-
-DEVICE uint32_t high_halves(uint32_t a, uint32_t b)
-{
-    return a >> 16 | (b & 0xffff0000u);
-}
-
-DEVICE void sum_tile(const struct layer_args *a, const uint16_t *p, const uint16_t *V,
-                     int keys, int tile)
+DEVICE void sum_tile(const struct layer_args *a, uint32_t weight[SIXTEENS][4],
+                     const uint16_t *V, int place)
 {
     int g = lane_id() / 4, t = lane_id() % 4, hd = a->hd;
-    uint32_t weight[SIXTEENS][2][4] = {{{ 0 }}};   /* hi, lo; rows 8 to 15 are zero */
-    for (int m = 0; m < SIXTEENS; m++)
-        for (int i = 0; i < 4; i++)
-            weight[m][i % 2][i / 2 * 2] = *(const uint32_t *)(
-                p + (i % 2 * HEADS + g) * P_ROW + 16 * m + 2 * t + i / 2 * 8);
     UNROLL(1)
-    for (int i = 0; i < hd; i += 16) {
-        float c[2][2][4] = {{{ 0 }}};              /* even, odd; hi, lo */
+    for (int i = 0; i < hd; i += 64) {
+        float c[4][2][4] = {{{ 0 }}};   /* of four words, even and odd */
         for (int m = 0; m < SIXTEENS; m++) {
-            /* multiply the weights by the values of sixteen keys */
-            uint32_t v[4];
+            bits128 v[4];
             for (int j = 0; j < 4; j++)
-                v[j] = two_values(V, hd, 16 * m + 2 * t + j % 2 + j / 2 * 8, keys, i + 2 * g);
-            uint32_t even[2] = { low_halves(v[0], v[1]), low_halves(v[2], v[3]) };
-            uint32_t odd[2] = { high_halves(v[0], v[1]), high_halves(v[2], v[3]) };
-            for (int j = 0; j < 2; j++) {
-                mma_bf16(c[0][j], weight[m][j], even);
-                mma_bf16(c[1][j], weight[m][j], odd);
+                v[j] = *(const bits128 *)(V + i + 8 * g
+                                          + (16 * m + 2 * t + j % 2 + j / 2 * 8) * hd);
+            /* multiply the weights by the values of sixteen keys */
+            for (int w = 0; w < 4; w++) {
+                uint32_t even[2] = { even_of(v[0].v[w], v[1].v[w]), even_of(v[2].v[w], v[3].v[w]) };
+                uint32_t odd[2] = { odd_of(v[0].v[w], v[1].v[w]), odd_of(v[2].v[w], v[3].v[w]) };
+                mma_bf16(c[w][0], weight[m], even);
+                mma_bf16(c[w][1], weight[m], odd);
             }
         }
-        float *out = tile_sums(a, tile) + g * hd + i + 4 * t;
-        for (int j = 0; j < 4; j++) out[j] = c[j % 2][0][j / 2] + c[j % 2][1][j / 2];
+        /* store the sums of 64 dimensions */
+        float *out = tile_sums(a, place) + g * hd + i + 16 * t;
+        for (int h = 0; h < 2; h++)
+            for (int w = 0; w < 4; w += 2) {
+                bits128 four;
+                for (int j = 0; j < 4; j++) {
+                    const float *d = c[w + j / 2][j % 2];
+                    four.v[j] = f32_bits(d[h] + d[2 + h]);   /* hi and lo */
+                }
+                *(bits128 *)(out + 8 * h + 2 * w) = four;
+            }
     }
 }
 
 APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos, int w,
-                        struct tag tag)
+                       struct tag tag)
 {
     uint16_t *K = (uint16_t *)slot(a, w), *V = K + TILE_KEYS * a->hd;
-    int split = tag.part / a->g.groups, group = tag.part % a->g.groups;
-    int64_t tile = first_tile(span_at(a, pos), split) + tag.item;
-    int64_t first = tile * TILE_KEYS;
+    int64_t first = (int64_t)tag.tile * TILE_KEYS;
     int keys = pos - first < TILE_KEYS ? (int)(pos - first) + 1 : TILE_KEYS;
     int place = tag.item % UNIT_TILES;
-    if (first + keys - 1 == pos) fetch_row(a, K, V, group / a->g.octets, pos, keys - 1);
-    score_tile(a, s, K, keys, place);
-    sum_tile(a, K, V, keys, place);
+    float score[EIGHTS][4] = {{ 0 }};
+    uint32_t weight[SIXTEENS][4];
+    if (first + keys - 1 == pos)
+        fetch_row(a, K, V, tag.part / a->g.octets, pos, keys - 1);
+    score_tile(a, K, score);
+    soften(s, score, keys, place, weight);
+    sum_tile(a, weight, V, place);
+    /* give the slot back, and say that the tile is summed */
     proxy_fence();
     __syncwarp();
     if (lane_id() == 0) {
@@ -2046,6 +2020,7 @@ enum {
     UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
     HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
     PARTS = 16,         /* pieces of down at most */
+    STRIPE = 256,       /* columns that a warp multiplies at once */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
 };
 
@@ -2104,7 +2079,7 @@ struct layer_args {
     /* counters between the blocks */
     uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
-    uint32_t *units_done;      /* [groups] * LINE: units of this step */
+    uint32_t *units_done;      /* [groups] * LINE: shares of units since build */
     uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
     /* timers: the marks */
     #ifdef TIMERS
@@ -2199,7 +2174,7 @@ static void cut(struct geometry *g, const layer_config *c)
     g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
     g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
     g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
-    g->vector_bytes = larger(4 * widest,
+    g->vector_bytes = larger(4 * ((widest + STRIPE - 1) / STRIPE * STRIPE),
                              4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
     g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
     g->groups = (int32_t)c->n_kv * g->octets;
@@ -2231,9 +2206,9 @@ static int share_out(layer *l)   /* the shared memory of a block */
         return LAYER_CUDA_FAILED;
     int64_t slots = (most - SHARED_BYTES - a->g.vector_bytes) / a->g.slot_bytes;
     if (slots < 2)
-        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d must be "
-                       "at most %d on this device, and is %lld", PARTS,
-                       (most - SHARED_BYTES) / 12 / 64 * 64,
+        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d, in whole "
+                       "%ds, must be at most %d on this device, and is %lld", PARTS,
+                       STRIPE, (most - SHARED_BYTES) / 12 / STRIPE * STRIPE,
                        (long long)a->g.vector_bytes / 4);
     a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
     l->shared = (size_t)(SHARED_BYTES + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
