@@ -323,8 +323,8 @@ def stage8():
     p.text(0, 8.4, r"$W$", "l")
     p.box(16, 12, 104, 4, "16 bits a weight", WHITE, r"\tiny")
     p.box(16, 5, 78, 4, "12 bits a weight", WHITE, r"\tiny")
-    p.area(94, 5, 2, 4, ORANGE)
-    p.text(98, 7, "exceptions, each with its column", "l", font=r"\scriptsize")
+    p.area(98, 5, 2, 4, ORANGE)
+    p.text(102, 7, "exceptions, in lists elsewhere", "l", font=r"\scriptsize")
     return p
 
 

@@ -350,8 +350,15 @@ EIGHT = [
      "for (uint32_t i = (uint32_t)lane_id() + 1; i < count; i += 32)"),
     ("tops of another step", "(r.at + r.n + k / 2 + 8 * lane_id())", "(r.at + r.n + k / 2 + 8)"),
     ("the rest of a row packed like a whole step", "if (step + STEP > n) return c / 8;", ""),
-    ("packed rows without their lists", "return m->packed ? n / 2 * 3 + m->extra : 2 * n;",
-     "return m->packed ? n / 2 * 3 : 2 * n;"),
+    ("packed rows as long as with a list behind them", "return m->packed ? n / 2 * 3 : 2 * n;",
+     "return m->packed ? n / 2 * 3 + 4 * m->words : 2 * n;"),
+    ("a lane's word is of the list before", "m->lists[row * m->words + lane_id()]",
+     "m->lists[(row ? row - 1 : row) * m->words + lane_id()]"),
+    ("the lists of every piece of down are the first's", "tag.phase == DOWN ? tag.part * a->d : 0;", "0;"),
+    ("exceptions begin at the first word of a list", "(lane_id() + 2) % 32", "lane_id()"),
+    ("room for one exception more than there is", "room = (uint32_t)r.m->words - 2;", "room = (uint32_t)r.m->words - 1;"),
+    ("exceptions without room are all the first row's", "r.m->more[place + i - room]", "r.m->more[i - room]"),
+    ("lists written a word too near to each other", "a.lists + r * a.words);", "a.lists + r * (a.words - 1));"),
     ("bytes of the low rows announced twice", "(uint32_t)(bytes + r.count * high.bytes)", "(uint32_t)(2 * bytes)"),
     ("high rows on top of the low ones", "copy_rows(a, s, p, bytes, high", "copy_rows(a, s, p, 0, high"),
     ("every piece of down is the first", "s.at += m->packed ? piece * a->d", "s.at += m->packed ? 0 * a->d"),
@@ -377,6 +384,11 @@ REASONS = {
     "what the stand-ins add stays":
         "the smallest weight of the window times a few inputs: below the tolerance of what "
         "runs here; test_packed.py draws weights for which it is not",
+    **dict.fromkeys(
+        ("the lists of every piece of down are the first's", "room for one exception more than there is",
+         "exceptions without room are all the first row's"),
+        "exceptions that small in lists that short: below the tolerance; test_packed.py plants it "
+        "among weights that have more of them"),
     "lo of the input of an exception left out":
         "a few products of a row are then off by 2^-9 of themselves: below the tolerance",
 }

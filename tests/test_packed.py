@@ -10,6 +10,7 @@ import weakref
 import numpy
 import pytest
 
+import mutants
 import test_submission as python_side
 import tools
 
@@ -77,10 +78,18 @@ def sprinkled(rng, rows, n, odd, share=400):
 
 
 def one_odd_row(rng, rows, n):
-    """More exceptions in one row than there is room behind it, though few in all."""
+    """More exceptions in one row than its list has room for, though few in all."""
     w = normal(rng, rows, n)
     w[rows // 3, :rows * n // 1000] = rng.choice(numpy.array([0, 0x8000, 0x0003, 0x4100], dtype=numpy.uint16),
                                                  size=min(n, rows * n // 1000))
+    return w
+
+
+def three_odd_rows(rng, rows, n):
+    """Each with more exceptions than its list has room for, and than a warp has lanes."""
+    w, odd = normal(rng, rows, n), numpy.array([0, 0x8000, 0x0003, 0x4100], dtype=numpy.uint16)
+    for row in (0, rows // 2, rows - 1):
+        w[row, rng.permutation(n)[:40]] = rng.choice(odd, size=40)
     return w
 
 
@@ -95,6 +104,7 @@ KINDS = {
     "normal": normal,
     "few zeros and others": lambda rng, rows, n: sprinkled(rng, rows, n, FINITE),
     "one odd row": one_odd_row,
+    "three odd rows": three_odd_rows,
     "one outlier": one_outlier,
     "infinities and NaNs": lambda rng, rows, n: sprinkled(rng, rows, n, [0x7f80, 0xff80, 0x7fc0, 0xffc1, 0x7f81]),
     "all equal": lambda rng, rows, n: numpy.full((rows, n), 0x3c12, dtype=numpy.uint16),
@@ -110,7 +120,7 @@ KINDS = {
                                             | rng.integers(0, 128, (rows, n))).astype(numpy.uint16),
 }
 ALWAYS_RAW = {"zeros", "denormals", "only infinities", "only NaNs", "random bits", "many exponents"}
-STAYS_FINITE = ["normal", "few zeros and others", "one odd row", "all equal", "sixteen exponents", "heavy tails",
+STAYS_FINITE = ["normal", "few zeros and others", "one odd row", "three odd rows", "all equal", "sixteen exponents", "heavy tails",
                 "many exponents"]
 
 
@@ -216,7 +226,8 @@ def test_every_bit_returns(packed, kinds):
         assert told.exceptions == exceptions_of(w[name]), (name, kind)
         assert told.raw == (told.exceptions > told.weights // 256)
         assert told.raw or kind not in ALWAYS_RAW
-        assert not told.raw or kind not in ("normal", "all equal", "sixteen exponents", "one odd row", "one outlier")
+        assert not told.raw or kind not in ("normal", "all equal", "sixteen exponents", "one odd row", "three odd rows",
+                                             "one outlier")
         assert (8 * told.bytes == 16 * told.weights) if told.raw else (12 < 8 * told.bytes / told.weights < 13.5)
         read += told.bytes
     assert packed.layer_weight_bytes(layer.handle) == read
@@ -353,6 +364,25 @@ def test_a_tensor_that_does_not_come_back_is_not_packed(tmp_path, fault):
     assert all((layer.unpacked(name) == w[name]).all() for name in NAMES)
     assert numpy.isfinite(widened(layer.step(x)[0])).all()
     layer.close()
+
+
+# Faults of what reads the lists; packing and unpacking do without it.
+LISTS = ("a lane's word is of the list before", "the lists of every piece of down are the first's",
+         "exceptions begin at the first word of a list", "room for one exception more than there is",
+         "exceptions without room are all the first row's")
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_that_are_read_wrong_give_other_bits(tmp_path, twin, name):
+    fault = next(fault for fault in mutants.EIGHT if fault[0] == name)
+    library, shape = compiled(tmp_path, change=lambda text: mutants.mutated(text, *fault)), SHAPES[1]
+    w, caches, x = drawn(shape, ["three odd rows"], seed=9)
+    layers = [Layer(which, shape, w, caches) for which in (library, twin)]
+    assert not any(layers[0].packing(name).raw for name in NAMES)
+    outs = [layer.step(x)[0] for layer in layers]
+    assert not same(*outs)
+    for layer in layers:
+        layer.close()
 
 
 # -------------------------------------------------------------------- the Python submission

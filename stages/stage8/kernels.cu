@@ -396,10 +396,11 @@ enum { W_Q, W_K, W_V, W_O, W_GATE, W_UP, W_DOWN, MATRICES };   /* as in layer.h 
 
 struct matrix {
     const char *at;        /* its first row; packed: of its first piece */
-    const uint32_t *more;  /* exceptions that do not fit behind their rows */
+    const uint32_t *lists; /* [pieces][rows][words]: of the exceptions of each row */
+    const uint32_t *more;  /* exceptions that do not fit into their lists */
     int64_t stride;        /* bytes from row to row, where they are not packed */
     int32_t packed;        /* 1: rows of 12 bits a weight, end to end */
-    int32_t extra;         /* bytes of a packed row behind its weights */
+    int32_t words;         /* of a list; 0: there are no lists */
     int32_t base;          /* lowest exponent of the window; 0: no window */
     float scale;           /* of the sums of a row: 2^(base - LOWEST) */
 };
@@ -448,11 +449,12 @@ struct pack_args {
     const uint16_t *from;   /* weight i of row r is from[r * stride + i] */
     uint16_t *out;          /* likewise, where to unpack to; null: compare with from */
     char *packed;           /* the rows, end to end */
-    uint32_t *more, *used;  /* exceptions without room in their rows; how many */
+    uint32_t *lists;        /* [rows][words] */
+    uint32_t *more, *used;  /* exceptions without room in their lists; how many */
     uint32_t *exponents;    /* [256]: how many weights have each */
     uint32_t *wrong;        /* eights that came back different */
     int64_t rows, stride;
-    int32_t n, base, extra;
+    int32_t n, base, words; /* weights of a row, lowest exponent, words of a list */
 };
 
 /* timers: mark a moment */
@@ -691,7 +693,12 @@ DEVICE uint32_t exceptions_in(bits128 w, int base)   /* a bit for each of the ei
 }
 
 /* packed: a row and its exceptions */
-struct row { const char *at; const struct matrix *m; int n; };   /* in shared memory */
+struct row {
+    const char *at;         /* in shared memory */
+    const struct matrix *m;
+    int n;
+    uint32_t word;          /* of its list, this lane's */
+};
 struct exceptions { float products, inputs; };   /* sums over them: of w x, and of x */
 
 DEVICE void add_exception(struct exceptions *e, uint32_t weight, int column,
@@ -706,6 +713,11 @@ DEVICE float corrected(float sum, struct exceptions e, float scale)
 {
     float stand_in = bf16_to_f32(STAND_IN);
     return fmaf(fmaf(-stand_in, e.inputs, sum), scale, e.products);
+}
+
+DEVICE uint32_t word_of(const struct matrix *m, int64_t row)   /* of its list */
+{
+    return lane_id() < m->words ? m->lists[row * m->words + lane_id()] : 0;
 }
 
 /* packed: what the consumers read */
@@ -745,12 +757,13 @@ DEVICE bits128 eight_at(struct row r, int column)   /* of the eight from there o
 /* packed: the exceptions of a row */
 DEVICE struct exceptions exceptions_of(struct row r, const uint16_t *hi)
 {
-    const uint32_t *list = (const uint32_t *)(r.at + r.n / 2 * 3);
-    uint32_t count = list[0], room = (uint32_t)r.m->extra / 4 - 2;
+    uint32_t count = shfl_u32(r.word, 0), place = shfl_u32(r.word, 1);
+    uint32_t listed = shfl_u32(r.word, (lane_id() + 2) % 32);
+    uint32_t room = (uint32_t)r.m->words - 2;
     struct exceptions e = { 0, 0 };
     UNROLL(1)
     for (uint32_t i = (uint32_t)lane_id(); i < count; i += 32) {
-        uint32_t one = i < room ? list[2 + i] : r.m->more[list[1] + i - room];
+        uint32_t one = i < room ? listed : r.m->more[place + i - room];
         add_exception(&e, one, (int)(one >> 16), hi, r.n);
     }
     return e;
@@ -849,7 +862,7 @@ DEVICE int columns_of(const struct layer_args *a, int phase, int piece)
 
 DEVICE int row_bytes(const struct matrix *m, int n)
 {
-    return m->packed ? n / 2 * 3 + m->extra : 2 * n;
+    return m->packed ? n / 2 * 3 : 2 * n;
 }
 
 struct rows { int low, high, count; int64_t first_low, first_high; };  /* of matrices */
@@ -1345,11 +1358,9 @@ DEVICE bits128 any_eight(struct row r, int column)
     return r.m->base ? eight_at(r, column) : *(const bits128 *)(r.at + 2 * column);
 }
 
-APART struct pair mixed_dot(const char *at_low, const char *at_high,
-                            const struct matrix *m_low, const struct matrix *m_high,
-                            const uint16_t *hi, int n)
+APART struct pair mixed_dot(struct row low, struct row high, const uint16_t *hi)
 {
-    struct row low = { at_low, m_low, n }, high = { at_high, m_high, n };
+    int n = low.n;
     float c[RUNS][2][4] = {{{ 0 }}};
     UNROLL(1)
     for (int k = 0; k < n; k += RUN) {
@@ -1371,9 +1382,9 @@ APART struct pair mixed_dot(const char *at_low, const char *at_high,
         sum.high += g % 2 ? part[3] : part[2];
     }
     if (!here) sum.low = sum.high = 0;
-    if (m_low->base) sum.low = corrected(sum.low, exceptions_of(low, hi), m_low->scale);
-    if (m_high->base)
-        sum.high = corrected(sum.high, exceptions_of(high, hi), m_high->scale);
+    if (low.m->base) sum.low = corrected(sum.low, exceptions_of(low, hi), low.m->scale);
+    if (high.m->base)
+        sum.high = corrected(sum.high, exceptions_of(high, hi), high.m->scale);
     /* add up the lanes */
     for (int m = 16; m; m /= 2) {
         sum.low += shfl_xor_f32(sum.low, m);
@@ -1470,14 +1481,18 @@ DEVICE void multiply_chunk(const struct layer_args *a, struct shared *s, int64_t
     const uint16_t *vector = (const uint16_t *)vector_area();
     struct rows r = rows_of(a, tag.phase, tag.item);
     int count = r.count, n = columns_of(a, tag.phase, tag.part);
-    struct row low = { slot(a, w), a->m + r.low, n }, high = { 0, a->m + r.high, n };
-    int low_bytes = row_bytes(low.m, n), high_bytes = row_bytes(high.m, n);
-    high.at = low.at + count * low_bytes;
+    struct row low = { slot(a, w), a->m + r.low, n, 0 };
+    int low_bytes = row_bytes(low.m, n);
+    struct row high = { low.at + count * low_bytes, a->m + r.high, n, 0 };
+    int high_bytes = row_bytes(high.m, n);
+    int64_t before = tag.phase == DOWN ? tag.part * a->d : 0;   /* of other pieces */
     struct pair mine = { 0, 0 };
     UNROLL(1)
     for (int i = 0; i < count; i++) {
+        low.word = word_of(low.m, before + r.first_low + i);
+        high.word = word_of(high.m, before + r.first_high + i);
         struct pair sum = low.m->base && high.m->base ? packed_dot(low, high, vector)
-            : mixed_dot(low.at, high.at, low.m, high.m, vector, n);
+                                                      : mixed_dot(low, high, vector);
         if (lane_id() == i) mine = sum;
         low.at += low_bytes, high.at += high_bytes;
     }
@@ -1749,11 +1764,11 @@ DEVICE void list_exceptions(const struct pack_args *a, const uint16_t *from,
     }
 }
 
-DEVICE void pack_row(const struct pack_args *a, const uint16_t *from, char *to)
+DEVICE void pack_row(const struct pack_args *a, const uint16_t *from, char *to,
+                     uint32_t *list)
 {
     int n = a->n, odd = 0;
-    uint32_t more = 0, room = (uint32_t)a->extra / 4 - 2;
-    uint32_t *list = (uint32_t *)(to + n / 2 * 3);
+    uint32_t more = 0, room = (uint32_t)a->words - 2;
     for (int c = 8 * lane_id(); c < n; c += RUN) {
         bits128 w = load_16(from + c);
         pack_eight(w, a->base, to, n, place_of(c, n));
@@ -1774,9 +1789,10 @@ DEVICE int64_t row_step(void) { return gridDim.x * blockDim.x / 32; }
 
 KERNEL pack_rows(struct pack_args a)
 {
-    int64_t bytes = a.n / 2 * 3 + a.extra;
+    int64_t bytes = a.n / 2 * 3;
     for (int64_t r = first_row(); r < a.rows; r += row_step())
-        pack_row(&a, a.from + r * a.stride, a.packed + r * bytes);
+        pack_row(&a, a.from + r * a.stride, a.packed + r * bytes,
+                 a.lists + r * a.words);
 }
 CPU_KERNEL(pack_rows, struct pack_args)
 
@@ -1797,10 +1813,10 @@ DEVICE void replace(bits128 *w, int i, uint32_t weight)   /* number i of eight *
                                         : (w->v[j] & 0xffff0000u) | weight;
 }
 
-DEVICE void unpack_row(const struct pack_args *a, struct row r, int64_t at)
+DEVICE void unpack_row(const struct pack_args *a, struct row r, const uint32_t *list,
+                       int64_t at)
 {
-    const uint32_t *list = (const uint32_t *)(r.at + r.n / 2 * 3);
-    uint32_t i = 0, room = (uint32_t)a->extra / 4 - 2;
+    uint32_t i = 0, room = (uint32_t)a->words - 2;
     for (int k = 0; k < r.n; k += RUN) {
         int c = k + 8 * lane_id();
         bits128 w = {{ 0 }};
@@ -1826,10 +1842,10 @@ DEVICE void unpack_row(const struct pack_args *a, struct row r, int64_t at)
 
 KERNEL unpack_rows(struct pack_args a)
 {
-    struct row r = { a.packed, 0, a.n };
+    struct row r = { a.packed, 0, a.n, 0 };
     for (int64_t i = first_row(); i < a.rows; i += row_step()) {
-        r.at = a.packed + i * (a.n / 2 * 3 + a.extra);
-        unpack_row(&a, r, i * a.stride);
+        r.at = a.packed + i * (a.n / 2 * 3);
+        unpack_row(&a, r, a.lists + i * a.words, i * a.stride);
     }
 }
 CPU_KERNEL(unpack_rows, struct pack_args)

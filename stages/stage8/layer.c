@@ -49,10 +49,11 @@ enum { W_Q, W_K, W_V, W_O, W_GATE, W_UP, W_DOWN, MATRICES };   /* as in layer.h 
 
 struct matrix {
     const char *at;        /* its first row; packed: of its first piece */
-    const uint32_t *more;  /* exceptions that do not fit behind their rows */
+    const uint32_t *lists; /* [pieces][rows][words]: of the exceptions of each row */
+    const uint32_t *more;  /* exceptions that do not fit into their lists */
     int64_t stride;        /* bytes from row to row, where they are not packed */
     int32_t packed;        /* 1: rows of 12 bits a weight, end to end */
-    int32_t extra;         /* bytes of a packed row behind its weights */
+    int32_t words;         /* of a list; 0: there are no lists */
     int32_t base;          /* lowest exponent of the window; 0: no window */
     float scale;           /* of the sums of a row: 2^(base - LOWEST) */
 };
@@ -101,11 +102,12 @@ struct pack_args {
     const uint16_t *from;   /* weight i of row r is from[r * stride + i] */
     uint16_t *out;          /* likewise, where to unpack to; null: compare with from */
     char *packed;           /* the rows, end to end */
-    uint32_t *more, *used;  /* exceptions without room in their rows; how many */
+    uint32_t *lists;        /* [rows][words] */
+    uint32_t *more, *used;  /* exceptions without room in their lists; how many */
     uint32_t *exponents;    /* [256]: how many weights have each */
     uint32_t *wrong;        /* eights that came back different */
     int64_t rows, stride;
-    int32_t n, base, extra;
+    int32_t n, base, words; /* weights of a row, lowest exponent, words of a list */
 };
 
 void whole_layer(struct layer_args), count_exponents(struct pack_args);
@@ -282,7 +284,7 @@ static struct source source_of(const layer *l, int i)
     return (struct source){ at[i], rows[i], columns, width };
 }
 
-static int64_t packed_row(int64_t n, int64_t extra) { return n / 2 * 3 + extra; }
+static int64_t packed_row(int64_t n) { return n / 2 * 3; }
 
 static int claim(void **p, int64_t bytes)   /* of device memory */
 {
@@ -354,16 +356,15 @@ static int choose_window(layer *l, int i, uint32_t *counts, int64_t *exceptions)
 #ifndef TWIN
 /* packed: pack a matrix and compare */
 /* packed: the room for the exceptions of a row */
-enum { MOST_ROOM = 62, LONG_ROW = 4096 };
+enum { MOST_WORDS = 32 };   /* of a list */
 
-static int32_t extra_bytes(int64_t exceptions, int64_t rows, int64_t n)
+static int32_t list_words(int64_t exceptions, int64_t rows)
 {
     double mean = (double)exceptions / (double)rows;
     double room = mean + 4 * sqrt(mean) + 1;
-    int32_t words = 4;                          /* two of them are count and where */
-    while (words - 2 < room && words - 2 < MOST_ROOM) words += 4;
-    int64_t line = n < LONG_ROW ? 16 : 128, weights = n / 2 * 3;
-    return (int32_t)((weights + 4 * words + line - 1) / line * line - weights);
+    int32_t words = 4;                          /* two of them are count and place */
+    while (words - 2 < room && words < MOST_WORDS) words += 4;
+    return words;
 }
 
 /* packed: pack or unpack all pieces of a matrix */
@@ -376,7 +377,8 @@ static int over_pieces(void (*kernel)(struct pack_args), struct pack_args p,
         piece.n = (int32_t)(left < s.width ? left : s.width);
         piece.from = s.at + at;
         piece.out = p.out ? p.out + at : NULL;
-        piece.packed = p.packed + at / s.width * s.rows * packed_row(s.width, p.extra);
+        piece.packed = p.packed + at / s.width * s.rows * packed_row(s.width);
+        piece.lists = p.lists + at / s.width * s.rows * p.words;
         if (run(kernel, &piece)) return LAYER_CUDA_FAILED;
     }
     return LAYER_OK;
@@ -389,12 +391,14 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
     struct pack_args p = pack_args_of(s, counts);
     int64_t pieces = (s.columns + s.width - 1) / s.width, weights = s.rows * s.columns;
     uint32_t seen[COUNTS];
-    m->extra = extra_bytes(exceptions, s.rows * pieces, s.width);
-    p.base = m->base, p.extra = m->extra;
-    int64_t bytes = s.rows * packed_row(s.columns, pieces * p.extra);
+    m->words = list_words(exceptions, s.rows * pieces);
+    p.base = m->base, p.words = m->words;
+    int64_t lists = s.rows * packed_row(s.columns);   /* where they begin */
+    int64_t bytes = lists + 4 * s.rows * pieces * p.words;
     int none = claim(&l->owned[i], bytes + 4 * exceptions);
     if (none) return none;
-    p.packed = l->owned[i], p.more = (uint32_t *)(p.packed + bytes);
+    p.packed = l->owned[i], p.lists = (uint32_t *)(p.packed + lists);
+    p.more = (uint32_t *)(p.packed + bytes);
     if (cudaMemset(p.packed, 0, (size_t)(bytes + 4 * exceptions))
         || over_pieces(pack_rows, p, s) || over_pieces(unpack_rows, p, s)
         || cudaMemcpy(seen, counts, sizeof seen, cudaMemcpyDeviceToHost))
@@ -402,10 +406,10 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
     if (seen[WRONG]) {
         /* packed: give up packing this matrix */
         void *packed = l->owned[i];
-        l->owned[i] = NULL, m->base = m->extra = 0, m->scale = 1;
+        l->owned[i] = NULL, m->base = m->words = 0, m->scale = 1;
         return cudaFree(packed) ? LAYER_CUDA_FAILED : LAYER_OK;
     }
-    m->at = p.packed, m->more = p.more, m->packed = 1;
+    m->at = p.packed, m->lists = p.lists, m->more = p.more, m->packed = 1;
     l->packing[i] = (layer_packing){ weights, exceptions, bytes + 4 * seen[USED], 0,
                                      m->base };
     return LAYER_OK;
@@ -435,7 +439,7 @@ static int64_t pair_bytes(const layer *l, int low, int high, int64_t n)
     const struct matrix *m[] = { l->args.m + low, l->args.m + high };
     int64_t bytes = 0;
     for (int i = 0; i < 2; i++)
-        bytes += m[i]->packed ? packed_row(n, m[i]->extra) : 2 * n;
+        bytes += m[i]->packed ? packed_row(n) : 2 * n;
     return bytes;
 }
 
@@ -740,7 +744,7 @@ int layer_unpack(layer *l, int matrix, void *out)
 #ifndef TWIN
     struct pack_args p = pack_args_of(s, NULL);
     p.packed = (char *)m->at, p.more = (uint32_t *)m->more, p.out = out;
-    p.base = m->base, p.extra = m->extra;
+    p.lists = (uint32_t *)m->lists, p.base = m->base, p.words = m->words;
     if (m->packed) bad = over_pieces(unpack_rows, p, s);
 #endif
     if (!m->packed) bad = cudaMemcpy(out, m->at, (size_t)(2 * s.rows * s.columns),

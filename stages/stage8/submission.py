@@ -439,10 +439,11 @@ enum { W_Q, W_K, W_V, W_O, W_GATE, W_UP, W_DOWN, MATRICES };   /* as in layer.h 
 
 struct matrix {
     const char *at;        /* its first row; packed: of its first piece */
-    const uint32_t *more;  /* exceptions that do not fit behind their rows */
+    const uint32_t *lists; /* [pieces][rows][words]: of the exceptions of each row */
+    const uint32_t *more;  /* exceptions that do not fit into their lists */
     int64_t stride;        /* bytes from row to row, where they are not packed */
     int32_t packed;        /* 1: rows of 12 bits a weight, end to end */
-    int32_t extra;         /* bytes of a packed row behind its weights */
+    int32_t words;         /* of a list; 0: there are no lists */
     int32_t base;          /* lowest exponent of the window; 0: no window */
     float scale;           /* of the sums of a row: 2^(base - LOWEST) */
 };
@@ -491,11 +492,12 @@ struct pack_args {
     const uint16_t *from;   /* weight i of row r is from[r * stride + i] */
     uint16_t *out;          /* likewise, where to unpack to; null: compare with from */
     char *packed;           /* the rows, end to end */
-    uint32_t *more, *used;  /* exceptions without room in their rows; how many */
+    uint32_t *lists;        /* [rows][words] */
+    uint32_t *more, *used;  /* exceptions without room in their lists; how many */
     uint32_t *exponents;    /* [256]: how many weights have each */
     uint32_t *wrong;        /* eights that came back different */
     int64_t rows, stride;
-    int32_t n, base, extra;
+    int32_t n, base, words; /* weights of a row, lowest exponent, words of a list */
 };
 
 /* timers: mark a moment */
@@ -734,7 +736,12 @@ DEVICE uint32_t exceptions_in(bits128 w, int base)   /* a bit for each of the ei
 }
 
 /* packed: a row and its exceptions */
-struct row { const char *at; const struct matrix *m; int n; };   /* in shared memory */
+struct row {
+    const char *at;         /* in shared memory */
+    const struct matrix *m;
+    int n;
+    uint32_t word;          /* of its list, this lane's */
+};
 struct exceptions { float products, inputs; };   /* sums over them: of w x, and of x */
 
 DEVICE void add_exception(struct exceptions *e, uint32_t weight, int column,
@@ -749,6 +756,11 @@ DEVICE float corrected(float sum, struct exceptions e, float scale)
 {
     float stand_in = bf16_to_f32(STAND_IN);
     return fmaf(fmaf(-stand_in, e.inputs, sum), scale, e.products);
+}
+
+DEVICE uint32_t word_of(const struct matrix *m, int64_t row)   /* of its list */
+{
+    return lane_id() < m->words ? m->lists[row * m->words + lane_id()] : 0;
 }
 
 /* packed: what the consumers read */
@@ -788,12 +800,13 @@ DEVICE bits128 eight_at(struct row r, int column)   /* of the eight from there o
 /* packed: the exceptions of a row */
 DEVICE struct exceptions exceptions_of(struct row r, const uint16_t *hi)
 {
-    const uint32_t *list = (const uint32_t *)(r.at + r.n / 2 * 3);
-    uint32_t count = list[0], room = (uint32_t)r.m->extra / 4 - 2;
+    uint32_t count = shfl_u32(r.word, 0), place = shfl_u32(r.word, 1);
+    uint32_t listed = shfl_u32(r.word, (lane_id() + 2) % 32);
+    uint32_t room = (uint32_t)r.m->words - 2;
     struct exceptions e = { 0, 0 };
     UNROLL(1)
     for (uint32_t i = (uint32_t)lane_id(); i < count; i += 32) {
-        uint32_t one = i < room ? list[2 + i] : r.m->more[list[1] + i - room];
+        uint32_t one = i < room ? listed : r.m->more[place + i - room];
         add_exception(&e, one, (int)(one >> 16), hi, r.n);
     }
     return e;
@@ -892,7 +905,7 @@ DEVICE int columns_of(const struct layer_args *a, int phase, int piece)
 
 DEVICE int row_bytes(const struct matrix *m, int n)
 {
-    return m->packed ? n / 2 * 3 + m->extra : 2 * n;
+    return m->packed ? n / 2 * 3 : 2 * n;
 }
 
 struct rows { int low, high, count; int64_t first_low, first_high; };  /* of matrices */
@@ -1388,11 +1401,9 @@ DEVICE bits128 any_eight(struct row r, int column)
     return r.m->base ? eight_at(r, column) : *(const bits128 *)(r.at + 2 * column);
 }
 
-APART struct pair mixed_dot(const char *at_low, const char *at_high,
-                            const struct matrix *m_low, const struct matrix *m_high,
-                            const uint16_t *hi, int n)
+APART struct pair mixed_dot(struct row low, struct row high, const uint16_t *hi)
 {
-    struct row low = { at_low, m_low, n }, high = { at_high, m_high, n };
+    int n = low.n;
     float c[RUNS][2][4] = {{{ 0 }}};
     UNROLL(1)
     for (int k = 0; k < n; k += RUN) {
@@ -1414,9 +1425,9 @@ APART struct pair mixed_dot(const char *at_low, const char *at_high,
         sum.high += g % 2 ? part[3] : part[2];
     }
     if (!here) sum.low = sum.high = 0;
-    if (m_low->base) sum.low = corrected(sum.low, exceptions_of(low, hi), m_low->scale);
-    if (m_high->base)
-        sum.high = corrected(sum.high, exceptions_of(high, hi), m_high->scale);
+    if (low.m->base) sum.low = corrected(sum.low, exceptions_of(low, hi), low.m->scale);
+    if (high.m->base)
+        sum.high = corrected(sum.high, exceptions_of(high, hi), high.m->scale);
     /* add up the lanes */
     for (int m = 16; m; m /= 2) {
         sum.low += shfl_xor_f32(sum.low, m);
@@ -1513,14 +1524,18 @@ DEVICE void multiply_chunk(const struct layer_args *a, struct shared *s, int64_t
     const uint16_t *vector = (const uint16_t *)vector_area();
     struct rows r = rows_of(a, tag.phase, tag.item);
     int count = r.count, n = columns_of(a, tag.phase, tag.part);
-    struct row low = { slot(a, w), a->m + r.low, n }, high = { 0, a->m + r.high, n };
-    int low_bytes = row_bytes(low.m, n), high_bytes = row_bytes(high.m, n);
-    high.at = low.at + count * low_bytes;
+    struct row low = { slot(a, w), a->m + r.low, n, 0 };
+    int low_bytes = row_bytes(low.m, n);
+    struct row high = { low.at + count * low_bytes, a->m + r.high, n, 0 };
+    int high_bytes = row_bytes(high.m, n);
+    int64_t before = tag.phase == DOWN ? tag.part * a->d : 0;   /* of other pieces */
     struct pair mine = { 0, 0 };
     UNROLL(1)
     for (int i = 0; i < count; i++) {
+        low.word = word_of(low.m, before + r.first_low + i);
+        high.word = word_of(high.m, before + r.first_high + i);
         struct pair sum = low.m->base && high.m->base ? packed_dot(low, high, vector)
-            : mixed_dot(low.at, high.at, low.m, high.m, vector, n);
+                                                      : mixed_dot(low, high, vector);
         if (lane_id() == i) mine = sum;
         low.at += low_bytes, high.at += high_bytes;
     }
@@ -1792,11 +1807,11 @@ DEVICE void list_exceptions(const struct pack_args *a, const uint16_t *from,
     }
 }
 
-DEVICE void pack_row(const struct pack_args *a, const uint16_t *from, char *to)
+DEVICE void pack_row(const struct pack_args *a, const uint16_t *from, char *to,
+                     uint32_t *list)
 {
     int n = a->n, odd = 0;
-    uint32_t more = 0, room = (uint32_t)a->extra / 4 - 2;
-    uint32_t *list = (uint32_t *)(to + n / 2 * 3);
+    uint32_t more = 0, room = (uint32_t)a->words - 2;
     for (int c = 8 * lane_id(); c < n; c += RUN) {
         bits128 w = load_16(from + c);
         pack_eight(w, a->base, to, n, place_of(c, n));
@@ -1817,9 +1832,10 @@ DEVICE int64_t row_step(void) { return gridDim.x * blockDim.x / 32; }
 
 KERNEL pack_rows(struct pack_args a)
 {
-    int64_t bytes = a.n / 2 * 3 + a.extra;
+    int64_t bytes = a.n / 2 * 3;
     for (int64_t r = first_row(); r < a.rows; r += row_step())
-        pack_row(&a, a.from + r * a.stride, a.packed + r * bytes);
+        pack_row(&a, a.from + r * a.stride, a.packed + r * bytes,
+                 a.lists + r * a.words);
 }
 CPU_KERNEL(pack_rows, struct pack_args)
 
@@ -1840,10 +1856,10 @@ DEVICE void replace(bits128 *w, int i, uint32_t weight)   /* number i of eight *
                                         : (w->v[j] & 0xffff0000u) | weight;
 }
 
-DEVICE void unpack_row(const struct pack_args *a, struct row r, int64_t at)
+DEVICE void unpack_row(const struct pack_args *a, struct row r, const uint32_t *list,
+                       int64_t at)
 {
-    const uint32_t *list = (const uint32_t *)(r.at + r.n / 2 * 3);
-    uint32_t i = 0, room = (uint32_t)a->extra / 4 - 2;
+    uint32_t i = 0, room = (uint32_t)a->words - 2;
     for (int k = 0; k < r.n; k += RUN) {
         int c = k + 8 * lane_id();
         bits128 w = {{ 0 }};
@@ -1869,10 +1885,10 @@ DEVICE void unpack_row(const struct pack_args *a, struct row r, int64_t at)
 
 KERNEL unpack_rows(struct pack_args a)
 {
-    struct row r = { a.packed, 0, a.n };
+    struct row r = { a.packed, 0, a.n, 0 };
     for (int64_t i = first_row(); i < a.rows; i += row_step()) {
-        r.at = a.packed + i * (a.n / 2 * 3 + a.extra);
-        unpack_row(&a, r, i * a.stride);
+        r.at = a.packed + i * (a.n / 2 * 3);
+        unpack_row(&a, r, a.lists + i * a.words, i * a.stride);
     }
 }
 CPU_KERNEL(unpack_rows, struct pack_args)
@@ -2040,10 +2056,11 @@ enum { W_Q, W_K, W_V, W_O, W_GATE, W_UP, W_DOWN, MATRICES };   /* as in layer.h 
 
 struct matrix {
     const char *at;        /* its first row; packed: of its first piece */
-    const uint32_t *more;  /* exceptions that do not fit behind their rows */
+    const uint32_t *lists; /* [pieces][rows][words]: of the exceptions of each row */
+    const uint32_t *more;  /* exceptions that do not fit into their lists */
     int64_t stride;        /* bytes from row to row, where they are not packed */
     int32_t packed;        /* 1: rows of 12 bits a weight, end to end */
-    int32_t extra;         /* bytes of a packed row behind its weights */
+    int32_t words;         /* of a list; 0: there are no lists */
     int32_t base;          /* lowest exponent of the window; 0: no window */
     float scale;           /* of the sums of a row: 2^(base - LOWEST) */
 };
@@ -2092,11 +2109,12 @@ struct pack_args {
     const uint16_t *from;   /* weight i of row r is from[r * stride + i] */
     uint16_t *out;          /* likewise, where to unpack to; null: compare with from */
     char *packed;           /* the rows, end to end */
-    uint32_t *more, *used;  /* exceptions without room in their rows; how many */
+    uint32_t *lists;        /* [rows][words] */
+    uint32_t *more, *used;  /* exceptions without room in their lists; how many */
     uint32_t *exponents;    /* [256]: how many weights have each */
     uint32_t *wrong;        /* eights that came back different */
     int64_t rows, stride;
-    int32_t n, base, extra;
+    int32_t n, base, words; /* weights of a row, lowest exponent, words of a list */
 };
 
 void whole_layer(struct layer_args), count_exponents(struct pack_args);
@@ -2273,7 +2291,7 @@ static struct source source_of(const layer *l, int i)
     return (struct source){ at[i], rows[i], columns, width };
 }
 
-static int64_t packed_row(int64_t n, int64_t extra) { return n / 2 * 3 + extra; }
+static int64_t packed_row(int64_t n) { return n / 2 * 3; }
 
 static int claim(void **p, int64_t bytes)   /* of device memory */
 {
@@ -2345,16 +2363,15 @@ static int choose_window(layer *l, int i, uint32_t *counts, int64_t *exceptions)
 #ifndef TWIN
 /* packed: pack a matrix and compare */
 /* packed: the room for the exceptions of a row */
-enum { MOST_ROOM = 62, LONG_ROW = 4096 };
+enum { MOST_WORDS = 32 };   /* of a list */
 
-static int32_t extra_bytes(int64_t exceptions, int64_t rows, int64_t n)
+static int32_t list_words(int64_t exceptions, int64_t rows)
 {
     double mean = (double)exceptions / (double)rows;
     double room = mean + 4 * sqrt(mean) + 1;
-    int32_t words = 4;                          /* two of them are count and where */
-    while (words - 2 < room && words - 2 < MOST_ROOM) words += 4;
-    int64_t line = n < LONG_ROW ? 16 : 128, weights = n / 2 * 3;
-    return (int32_t)((weights + 4 * words + line - 1) / line * line - weights);
+    int32_t words = 4;                          /* two of them are count and place */
+    while (words - 2 < room && words < MOST_WORDS) words += 4;
+    return words;
 }
 
 /* packed: pack or unpack all pieces of a matrix */
@@ -2367,7 +2384,8 @@ static int over_pieces(void (*kernel)(struct pack_args), struct pack_args p,
         piece.n = (int32_t)(left < s.width ? left : s.width);
         piece.from = s.at + at;
         piece.out = p.out ? p.out + at : NULL;
-        piece.packed = p.packed + at / s.width * s.rows * packed_row(s.width, p.extra);
+        piece.packed = p.packed + at / s.width * s.rows * packed_row(s.width);
+        piece.lists = p.lists + at / s.width * s.rows * p.words;
         if (run(kernel, &piece)) return LAYER_CUDA_FAILED;
     }
     return LAYER_OK;
@@ -2380,12 +2398,14 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
     struct pack_args p = pack_args_of(s, counts);
     int64_t pieces = (s.columns + s.width - 1) / s.width, weights = s.rows * s.columns;
     uint32_t seen[COUNTS];
-    m->extra = extra_bytes(exceptions, s.rows * pieces, s.width);
-    p.base = m->base, p.extra = m->extra;
-    int64_t bytes = s.rows * packed_row(s.columns, pieces * p.extra);
+    m->words = list_words(exceptions, s.rows * pieces);
+    p.base = m->base, p.words = m->words;
+    int64_t lists = s.rows * packed_row(s.columns);   /* where they begin */
+    int64_t bytes = lists + 4 * s.rows * pieces * p.words;
     int none = claim(&l->owned[i], bytes + 4 * exceptions);
     if (none) return none;
-    p.packed = l->owned[i], p.more = (uint32_t *)(p.packed + bytes);
+    p.packed = l->owned[i], p.lists = (uint32_t *)(p.packed + lists);
+    p.more = (uint32_t *)(p.packed + bytes);
     if (cudaMemset(p.packed, 0, (size_t)(bytes + 4 * exceptions))
         || over_pieces(pack_rows, p, s) || over_pieces(unpack_rows, p, s)
         || cudaMemcpy(seen, counts, sizeof seen, cudaMemcpyDeviceToHost))
@@ -2393,10 +2413,10 @@ static int pack_matrix(layer *l, int i, uint32_t *counts, int64_t exceptions)
     if (seen[WRONG]) {
         /* packed: give up packing this matrix */
         void *packed = l->owned[i];
-        l->owned[i] = NULL, m->base = m->extra = 0, m->scale = 1;
+        l->owned[i] = NULL, m->base = m->words = 0, m->scale = 1;
         return cudaFree(packed) ? LAYER_CUDA_FAILED : LAYER_OK;
     }
-    m->at = p.packed, m->more = p.more, m->packed = 1;
+    m->at = p.packed, m->lists = p.lists, m->more = p.more, m->packed = 1;
     l->packing[i] = (layer_packing){ weights, exceptions, bytes + 4 * seen[USED], 0,
                                      m->base };
     return LAYER_OK;
@@ -2426,7 +2446,7 @@ static int64_t pair_bytes(const layer *l, int low, int high, int64_t n)
     const struct matrix *m[] = { l->args.m + low, l->args.m + high };
     int64_t bytes = 0;
     for (int i = 0; i < 2; i++)
-        bytes += m[i]->packed ? packed_row(n, m[i]->extra) : 2 * n;
+        bytes += m[i]->packed ? packed_row(n) : 2 * n;
     return bytes;
 }
 
@@ -2731,7 +2751,7 @@ int layer_unpack(layer *l, int matrix, void *out)
 #ifndef TWIN
     struct pack_args p = pack_args_of(s, NULL);
     p.packed = (char *)m->at, p.more = (uint32_t *)m->more, p.out = out;
-    p.base = m->base, p.extra = m->extra;
+    p.lists = (uint32_t *)m->lists, p.base = m->base, p.words = m->words;
     if (m->packed) bad = over_pieces(unpack_rows, p, s);
 #endif
     if (!m->packed) bad = cudaMemcpy(out, m->at, (size_t)(2 * s.rows * s.columns),
