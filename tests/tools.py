@@ -61,8 +61,9 @@ def started(work, names, at_once=4):
 
 
 def chosen(request, test, parameter):
-    """The values of a parameter with which a test is going to run."""
-    return [item.callspec.params[parameter] for item in request.session.items if item.originalname == test]
+    """The values of a parameter with which a test of this module is going to run."""
+    return [item.callspec.params[parameter] for item in request.session.items
+            if item.originalname == test and item.path == request.path]
 
 
 def in_one_process(script, names, limit):
