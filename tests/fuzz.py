@@ -21,7 +21,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "fuzz"
 SEEDS = {
     "options": [b"--d=64\0--ffn=128\0--n-q=2\0--n-kv=1\0--hd=64\0--prefill=7", b"--seed=3\0--csv\0--quick\0--probe",
-                b"--samples=4\0--check", b"--help", b"--d=99999999999999999999", b"--=", b"d=1"],
+                b"--samples=4\0--check", b"--help", b"--d=99999999999999999999", b"--=", b"d=1",
+                b"--csv\0--rows=2", b"--rows=2\0--at=0,1"],
     "csv": [(ROOT / "data" / "ladder.csv").read_bytes() if (ROOT / "data" / "ladder.csv").exists() else b"",
             b'7,"a ""quoted"", title",1,2,3,4,5,6,7,8,9,10,11,12\n', b"\n\n7\n7,\n", b"7" + 3000 * b"," + b"\n7,x\n"],
     "config": [bytes(160), bytes(range(160)), b"".join(n.to_bytes(8, "little") for n in (1, 1, 1, 2, 100, 2))

@@ -417,7 +417,7 @@ enum {
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
     UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
-    HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    HEADS = 8,          /* query heads that share a tile: with lo, the M of 16 */
     PARTS = 16,         /* pieces of down at most */
     STRIPE = 256,       /* columns that a warp multiplies at once */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
@@ -2034,7 +2034,7 @@ enum {
     LOADER_WARPS = 8,   /* one for each head of a tile */
     LOADERS = 32 * LOADER_WARPS,
     UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
-    HEADS = 8,          /* query heads that share a tile: the N of the tensor cores */
+    HEADS = 8,          /* query heads that share a tile: with lo, the M of 16 */
     PARTS = 16,         /* pieces of down at most */
     STRIPE = 256,       /* columns that a warp multiplies at once */
     LINE = 32,          /* counters are this many words apart: 128 bytes */
