@@ -1456,8 +1456,9 @@ whole_layer(const IN_PLACE struct layer_args a)
     struct shared *s = block_state();
     int warp = (int)threadIdx.x / 32;
     /* stream: prepare the barriers */
+    typedef uint32_t any_word __attribute__((may_alias));   /* of whatever type */
     for (uint32_t i = threadIdx.x; i < sizeof a / 4; i += blockDim.x)
-        ((uint32_t *)&s->args)[i] = ((const uint32_t *)&a)[i];
+        ((any_word *)&s->args)[i] = ((const any_word *)&a)[i];
     if (threadIdx.x == 0) {
         for (int w = 0; w < a.g.warps; w++) {
             mbarrier_init(s->full + w, 1);
