@@ -26,7 +26,8 @@ step went; model-..., what a whole model would take under the assumptions of def
 row of data/changes-N.csv: changes-N-ROW-before, -after, -gain, in us, and -xlimit, times the read
 limit of its run; of data/streams.csv: streams-ROW-less, per cent of the rate of another row; of
 data/waits-N.csv: waits-N-ROW-us, what a phase waits for its vector, and waits-N-FORM-us, what all
-of them do; of data/stamps-N.csv: stamps-N-ROW-FORM-link, us since the row before. And from the shape alone, with nothing measured, \\shape{qkv} and the like: bytes.
+of them do; of data/stamps-N.csv: stamps-N-ROW-FORM-link, us since the row before. And from the
+shape alone, with nothing measured, \\shape{qkv} and the like: bytes.
 """
 import csv
 import json

@@ -159,10 +159,10 @@ def provenance():
 def run(sanitizer, tool, driver):
     """The exit status of a tool and what it and the driver print, which build/ keeps whole."""
     more = ["--print-limit", "0"] if tool == "racecheck" else []
-    os.environ.setdefault("NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS", "100000000")
+    env = {"NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS": "100000000", **os.environ}
     done = subprocess.run([sanitizer, "--tool", tool, *more, "--error-exitcode", "99", driver, "--check", *SHAPE],
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, errors="replace", timeout=LIMIT)
+                          text=True, errors="replace", timeout=LIMIT, env=env)
     (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build" / f"sanitize-{tool}.log").write_text(done.stdout, encoding="utf-8")
     return done.returncode, done.stdout

@@ -11,8 +11,6 @@ import tools
 from layers import ref
 
 LIMIT = 1e-3   # relative error against the eager layer
-FULL = 2.5e-3  # at the full shape, whose sums are up to 28672 products long and added up in another order on
-               # a GPU; each of the two is 3.7e-3 from float64, so that unrelated errors would differ by 5.2e-3
 SHAPES = (ref.Shape(d=192, ffn=320, n_q=6, n_kv=2, hd=64, prefill=70),
           ref.Shape(d=256, ffn=448, n_q=8, n_kv=1, hd=128, prefill=33))
 
@@ -59,4 +57,4 @@ if __name__ == "__main__":
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     found = errors(ctypes.CDLL(str(tools.ROOT / "build" / "gpu" / "stage0" / "liblayer.so")), ref.Shape(), "cuda",
                    torch.cuda.current_stream().cuda_stream)
-    assert all(error <= FULL for error in found), found
+    assert all(error <= LIMIT for error in found), found

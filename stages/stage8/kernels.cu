@@ -1132,12 +1132,6 @@ DEVICE void wait_for_tiles(struct shared *s, int first, int count, uint32_t *par
 }
 
 /* stream: merge the tiles of a unit */
-DEVICE uint32_t share_of_unit(const struct layer_args *a, struct span n, int split)
-{
-    int most = a->g.max_units;
-    return (uint32_t)(most * (split + 1) / n.units - most * split / n.units);
-}
-
 struct merged { float max, weight, sum[4]; };
 
 DEVICE void merge(struct merged *m, float max, float weight, bits128 sum)
@@ -1187,6 +1181,12 @@ DEVICE void fetch_slice(const struct layer_args *a, struct span n, int group, in
         p->weight = a->unit_weight[unit * HEADS + head];
         p->sum = load_16(a->unit_sum + unit * HEADS * a->hd + at);
     }
+}
+
+DEVICE uint32_t share_of_unit(const struct layer_args *a, struct span n, int split)
+{
+    int most = a->g.max_units;
+    return (uint32_t)(most * (split + 1) / n.units - most * split / n.units);
 }
 
 DEVICE bits128 merged_four(const struct partial *p, int units, int count)
