@@ -698,15 +698,21 @@ DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t tota
     return (int)(left < a->g.pairs[phase] ? left : a->g.pairs[phase]);
 }
 
+DEVICE int pairs_in(const struct layer_args *a, int phase, int c)
+{
+    if (phase == QKV) return a->g.pairs[QKV];
+    return pairs_left(a, phase, c, phase == GATE_UP ? a->ffn : a->d / 2);
+}
+
 DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
 {
     int64_t first = (int64_t)c * a->g.pairs[phase], q = (int64_t)a->n_q * a->hd;
     if (phase == QKV) {
         /* the rows of a chunk of queries, keys or values */
-        int half = a->hd / 2, head = (int)(first / half), i = (int)(first % half);
-        int kv = (head - a->n_q) % a->n_kv;
-        const uint16_t *W = head < a->n_q ? a->q : head < a->n_q + a->n_kv ? a->k : a->v;
-        int64_t row = (int64_t)(head < a->n_q ? head : kv) * a->hd + i;
+        int half = a->hd / 2, bits = half == 64 ? 6 : 5;   /* half is 64 or 32 */
+        int head = (int)first >> bits, k = head - a->n_q, v = k - a->n_kv;
+        const uint16_t *W = k < 0 ? a->q : v < 0 ? a->k : a->v;
+        int64_t row = (int64_t)(k < 0 ? head : v < 0 ? k : v) * a->hd + (first & (half - 1));
         struct rows r = { W + row * a->d, W + (row + half) * a->d, a->g.pairs[QKV] };
         return r;
     }
@@ -720,21 +726,24 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
     return r;
 }
 
-/* stream: the piece of down that a chunk of gate and up feeds */
-DEVICE int part_of(const struct layer_args *a, int phase, int c)
-{
-    return phase == GATE_UP ? c * a->g.pairs[GATE_UP] / a->g.piece : 0;
-}
-
 DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
                          struct producer *p, int phase, int vector)
 {
-    int64_t n = phase == OUT ? (int64_t)a->n_q * a->hd : a->d;
-    int step = (int)gridDim.x;
-    for (int c = first_chunk(a, phase); c < a->g.chunks[phase]; c += step) {
-        struct rows r = rows_of(a, phase, c);
-        int part = part_of(a, phase, c), next = c + a->g.warps * step;
-        int last = next >= a->g.chunks[phase] || part_of(a, phase, next) != part;
+    int n = phase == OUT ? a->n_q * a->hd : (int)a->d, pairs = a->g.pairs[phase];
+    int chunks = a->g.chunks[phase], first = first_chunk(a, phase), step = (int)gridDim.x;
+    int part = 0, part_chunks = phase == GATE_UP ? a->g.piece / pairs : chunks;
+    int64_t stride = (int64_t)step * pairs * n;
+    struct rows r = rows_of(a, phase, first);
+    for (int c = first; c < chunks; c += step) {
+        if (c != first) {
+            /* go on to the next rows */
+            r.low += stride, r.high += stride;
+            r.count = pairs_in(a, phase, c);
+            if (phase == QKV) r = rows_of(a, phase, c);
+        }
+        while (c >= (part + 1) * part_chunks) part++;   /* of down, that it feeds */
+        int next = c + a->g.warps * step;
+        int last = next >= chunks || next >= (part + 1) * part_chunks;
         struct tag tag = { phase, part, c, vector, last, 0 };
         offer(s, p, tag, (uint32_t)(4 * r.count * n));
         copy(a, s, p, 0, r.low, r.count * n);
@@ -754,17 +763,20 @@ DEVICE void produce_down(const struct layer_args *a, struct shared *s,
                          struct producer *p, int piece, int vector)
 {
     struct share share = share_of_down(a);
-    int64_t n = piece_width(a, piece), at = (int64_t)piece * a->g.piece;
+    int n = (int)piece_width(a, piece), step = share.teams, chunks = a->g.chunks[DOWN];
+    int64_t pairs = a->g.pairs[DOWN], half = a->d / 2 * a->ffn;
+    const uint16_t *low = a->down + share.team * pairs * a->ffn
+                        + (int64_t)piece * a->g.piece;
     while (p->w) next_slot(a, p, 0);   /* each of a row's pieces to the same warp */
-    for (int c = share.team; c < a->g.chunks[DOWN]; c += share.teams) {
-        int last = c + a->g.warps * share.teams >= a->g.chunks[DOWN];
-        int count = pairs_left(a, DOWN, c, a->d / 2);
-        const uint16_t *low = a->down + (int64_t)c * a->g.pairs[DOWN] * a->ffn + at;
+    for (int c = share.team; c < chunks; c += step, low += step * pairs * a->ffn) {
+        int last = c + a->g.warps * step >= chunks, count = pairs_in(a, DOWN, c);
         struct tag tag = { DOWN, piece, c, vector, last, 0 };
         offer(s, p, tag, (uint32_t)(4 * count * n));
-        for (int r = 0; r < 2 * count; r++)
-            copy(a, s, p, 2 * r * n,
-                 low + (r < count ? r : r - count + a->d / 2) * a->ffn, n);
+        UNROLL(1)
+        for (int r = 0; r < count; r++) {
+            copy(a, s, p, 2 * r * n, low + r * a->ffn, n);
+            copy(a, s, p, 2 * (r + count) * n, low + r * a->ffn + half, n);
+        }
         next_slot(a, p, 1);
     }
 }
@@ -1142,6 +1154,12 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
                 multiply_stripe(c, s[u]);
                 s[u] = read_stripe(row + k + STRIPE * u, x + k + STRIPE * u, lo);
             }
+        for (int u = 0; u < DEPTH - 1; u++)
+            if (k + STRIPE <= n) {
+                multiply_stripe(c, s[u]);
+                s[u] = read_stripe(row + k, x + k, lo);
+                k += STRIPE;
+            }
         for (int u = 0; u < DEPTH; u++) multiply_stripe(c, s[u]);
     }
     /* multiply what is left of the rows */
@@ -1169,12 +1187,6 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
 }
 
 /* stream: what becomes of a sum */
-DEVICE int pairs_in(const struct layer_args *a, int phase, int c)
-{
-    if (phase == QKV) return a->g.pairs[QKV];
-    return pairs_left(a, phase, c, phase == GATE_UP ? a->ffn : a->d / 2);
-}
-
 DEVICE void store_x1(const struct layer_args *a, int64_t i, struct pair y)
 {
     int64_t j = i + a->d / 2;

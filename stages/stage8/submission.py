@@ -890,6 +890,12 @@ DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t tota
     return (int)(left < a->g.pairs[phase] ? left : a->g.pairs[phase]);
 }
 
+DEVICE int pairs_in(const struct layer_args *a, int phase, int c)
+{
+    if (phase == QKV) return a->g.pairs[QKV];
+    return pairs_left(a, phase, c, phase == GATE_UP ? a->ffn : a->d / 2);
+}
+
 /* stream: the width of a piece */
 DEVICE int64_t piece_width(const struct layer_args *a, int piece)
 {
@@ -1437,12 +1443,6 @@ APART struct pair mixed_dot(struct row low, struct row high, const uint16_t *hi)
 }
 
 /* stream: what becomes of a sum */
-DEVICE int pairs_in(const struct layer_args *a, int phase, int c)
-{
-    if (phase == QKV) return a->g.pairs[QKV];
-    return pairs_left(a, phase, c, phase == GATE_UP ? a->ffn : a->d / 2);
-}
-
 DEVICE void store_x1(const struct layer_args *a, int64_t i, struct pair y)
 {
     int64_t j = i + a->d / 2;
