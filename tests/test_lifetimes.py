@@ -90,6 +90,23 @@ def test_a_step_that_fails_is_reported_and_the_next_one_is_right(stage):
     assert failed >= 2 and status == 0
 
 
+@pytest.mark.parametrize("stage", ["stage7", "stage8"])
+def test_steps_that_are_queued_keep_their_parameters(stage):
+    """Steps at once, of int positions and of those in memory, against the same one by one."""
+    weights, cache = drawn()
+    one, all = Layer(stage, SMALL, weights, cache), Layer(stage, SMALL, weights, cache)
+    positions = range(120, 130)
+    expected = [one.step(ref.make_x(SMALL, 1, pos), pos) for pos in positions]
+    xs = [all.memory.tensor(ref.make_x(SMALL, 1, pos)) for pos in positions]
+    outs = [all.memory.tensor(torch.zeros(1, SMALL.d, dtype=torch.bfloat16)) for _ in positions]
+    at = [all.memory.tensor(torch.tensor([pos])) for pos in positions]
+    for i, pos in enumerate(positions):
+        call, where = (all.lib.layer_step_at, at[i].data_ptr()) if i % 3 == 2 else (all.lib.layer_step, pos)
+        assert call(all.handle, xs[i].data_ptr(), where, outs[i].data_ptr(), None) == 0
+    layers.synchronize(all.lib)
+    assert not any(ref.differing(out.cpu(), right) for out, right in zip(outs, expected))
+
+
 def test_null_is_torn_down_and_refused():
     lib = layers.library("stage7")
     assert lib.layer_teardown(None) == 0
