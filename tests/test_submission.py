@@ -923,6 +923,33 @@ def gpu_steps_by_launch_and_by_graph():
     assert same(got, expected)
 
 
+def gpu_dependent_launches():
+    """Asked for by the environment: the same bits, in a graph too, and after other work on the stream."""
+    case, pos = Case(), torch.tensor([300], device="cuda")
+    expected = case.steps(POSITIONS)
+    os.environ["LAYER_DEPENDENT"] = "1"
+    try:
+        case.handle = case.build()
+    finally:
+        del os.environ["LAYER_DEPENDENT"]
+    for _ in range(20):
+        assert same(case.steps(POSITIONS), expected)
+    outs = [case.step(pos) for pos in POSITIONS]         # nothing between them
+    assert same(outs, expected)
+    x = case.x(300)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        outs = []
+        for _ in POSITIONS[:4]:
+            outs.append(case.m.layer_step(case.handle, x, pos))
+            pos += 1
+    case.steps([])
+    x.copy_(case.x(300))
+    graph.replay()
+    assert same(outs[:1], expected[:1])
+
+
 def gpu_two_threads_at_once():
     """On one stream: the stream orders the steps, and none gets the parameters of another."""
     case, got = Case(), [[], []]

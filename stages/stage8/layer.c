@@ -130,6 +130,7 @@ struct layer {
     cudaGraphNode_t node;
     cudaGraphExec_t exec;          /* null while the layer is built */
     atomic_flag taken;             /* some thread is launching exec */
+    int wanted, dependent;         /* dependent launches: asked for; made from now on */
     layer_packing packing[MATRICES];
     void *owned[MATRICES + 2];     /* packed matrices, copies of others, of the norms */
 };
@@ -241,8 +242,20 @@ static int share_out(layer *l)   /* the shared memory of a block */
     return LAYER_OK;
 }
 
+/* stream: how steps are to be launched */
+static int read_environment(layer *l)
+{
+    const char *given = getenv("LAYER_DEPENDENT");
+    l->wanted = given && !strcmp(given, "1");
+    if (!given || !*given || l->wanted || !strcmp(given, "0")) return LAYER_OK;
+    return refused(LAYER_BAD_ARGUMENT, "the environment's LAYER_DEPENDENT must be 0 or "
+                   "1, and is '%s'", given);
+}
+
 static int fit(layer *l)
 {
+    int bad = read_environment(l);
+    if (bad) return bad;
     cut(&l->args.g, &l->c);
     return share_out(l);
 }
@@ -528,6 +541,11 @@ static int launch_kernel(const layer *l, struct layer_args *args, cudaStream_t s
     void *arg = args;
     cudaLaunchAttribute how = { .id = cudaLaunchAttributeCooperative };
     how.val.cooperative = 1;
+    /* stream: or a dependent launch */
+    if (l->dependent) {
+        how.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        how.val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config = { .dynamicSmemBytes = l->shared, .stream = stream,
                                   .attrs = &how, .numAttrs = 1 };
     config.gridDim.x = (unsigned)l->blocks, config.gridDim.y = config.gridDim.z = 1;
@@ -548,6 +566,12 @@ static int step(layer *l, const void *x, struct position pos, void *x_out,
     int bad = launch_graph(l, &args, stream);
     atomic_flag_clear(&l->taken);
     return bad;
+}
+
+static int choose_launch(layer *l)   /* after the trial */
+{
+    l->dependent = l->wanted;
+    return l->dependent ? LAYER_OK : make_graph(l);
 }
 
 /* packed: describe the layer to the kernel */
@@ -575,7 +599,7 @@ static int prepare(layer *l)
     cut_slots(l);
     bad = share_out(l);
     if (!bad) bad = try_grid(l);
-    return bad ? bad : make_graph(l);
+    return bad ? bad : choose_launch(l);
 }
 
 /* refuse what no stage can serve */

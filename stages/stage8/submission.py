@@ -380,6 +380,16 @@ DEVICE bits128 load_16(const void *p)
     return x;
 }
 
+/* PTX: dependent launch */
+DEVICE void launch_dependents(void)
+{
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+DEVICE void wait_for_prerequisites(void)
+{
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 /* PTX: bytes of two words */
 DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places)
 {
@@ -1718,15 +1728,6 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
 KERNEL THREADS(32 * (MAX_WARPS + LOADER_WARPS + 1))
 whole_layer(const IN_PLACE struct layer_args a)
 {
-    int64_t pos = position(a.pos);
-    if (pos < 0) {
-        /* fill the result with NaN and remember */
-        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
-             i += gridDim.x * blockDim.x)
-            a.x_out[i] = 0x7fc0;
-        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
-        return;
-    }
     struct shared *s = block_state();
     int warp = (int)threadIdx.x / 32;
     /* stream: prepare the barriers */
@@ -1742,10 +1743,22 @@ whole_layer(const IN_PLACE struct layer_args a)
         s->vectors = s->gated = 0;
         mbarrier_init_fence();
     }
+    wait_for_prerequisites();
+    int64_t pos = position(a.pos);
+    if (pos < 0) {
+        /* fill the result with NaN and remember */
+        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
+             i += gridDim.x * blockDim.x)
+            a.x_out[i] = 0x7fc0;
+        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
+        return;
+    }
     __syncthreads();
     if (warp < a.g.warps) consume(&a, s, pos, warp);
-    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&s->args, s, pos);
-    else {
+    else if (warp < a.g.warps + LOADER_WARPS) {
+        load_vectors(&s->args, s, pos);
+        launch_dependents();
+    } else {
         named_barrier_sync(2, LOADERS + 32);   /* the loaders' first reads go ahead */
         if (threadIdx.x % 32 == 0) produce(&a, s, pos);
     }
@@ -2138,6 +2151,7 @@ struct layer {
     cudaGraphNode_t node;
     cudaGraphExec_t exec;          /* null while the layer is built */
     atomic_flag taken;             /* some thread is launching exec */
+    int wanted, dependent;         /* dependent launches: asked for; made from now on */
     layer_packing packing[MATRICES];
     void *owned[MATRICES + 2];     /* packed matrices, copies of others, of the norms */
 };
@@ -2249,8 +2263,20 @@ static int share_out(layer *l)   /* the shared memory of a block */
     return LAYER_OK;
 }
 
+/* stream: how steps are to be launched */
+static int read_environment(layer *l)
+{
+    const char *given = getenv("LAYER_DEPENDENT");
+    l->wanted = given && !strcmp(given, "1");
+    if (!given || !*given || l->wanted || !strcmp(given, "0")) return LAYER_OK;
+    return refused(LAYER_BAD_ARGUMENT, "the environment's LAYER_DEPENDENT must be 0 or "
+                   "1, and is '%s'", given);
+}
+
 static int fit(layer *l)
 {
+    int bad = read_environment(l);
+    if (bad) return bad;
     cut(&l->args.g, &l->c);
     return share_out(l);
 }
@@ -2536,6 +2562,11 @@ static int launch_kernel(const layer *l, struct layer_args *args, cudaStream_t s
     void *arg = args;
     cudaLaunchAttribute how = { .id = cudaLaunchAttributeCooperative };
     how.val.cooperative = 1;
+    /* stream: or a dependent launch */
+    if (l->dependent) {
+        how.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        how.val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config = { .dynamicSmemBytes = l->shared, .stream = stream,
                                   .attrs = &how, .numAttrs = 1 };
     config.gridDim.x = (unsigned)l->blocks, config.gridDim.y = config.gridDim.z = 1;
@@ -2556,6 +2587,12 @@ static int step(layer *l, const void *x, struct position pos, void *x_out,
     int bad = launch_graph(l, &args, stream);
     atomic_flag_clear(&l->taken);
     return bad;
+}
+
+static int choose_launch(layer *l)   /* after the trial */
+{
+    l->dependent = l->wanted;
+    return l->dependent ? LAYER_OK : make_graph(l);
 }
 
 /* packed: describe the layer to the kernel */
@@ -2583,7 +2620,7 @@ static int prepare(layer *l)
     cut_slots(l);
     bad = share_out(l);
     if (!bad) bad = try_grid(l);
-    return bad ? bad : make_graph(l);
+    return bad ? bad : choose_launch(l);
 }
 
 /* refuse what no stage can serve */
