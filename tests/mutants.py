@@ -300,7 +300,7 @@ SIX = [
     ("values are rotated too", "if (is_q || is_k) rotate", "rotate"),
 ]
 
-# The host side that the stages share, and what is stage 6's own.
+# The host side that the stages share, and what is a stage's own.
 HOST = [
     ("scratch is not cleared", "return cudaMemset(l->scratch, 0, bytes) ? LAYER_CUDA_FAILED : LAYER_OK;",
      "return LAYER_OK;"),
@@ -308,7 +308,6 @@ HOST = [
      "a->x1 = take(&at, (size_t)l->c.d * f / 2)"),
     ("queries have half of their memory", "a->roped_q = take(&at, q * f)", "a->roped_q = take(&at, q * f / 2)"),
     ("one block more than multiprocessors", "c->max_blocks : sms;", "c->max_blocks : sms + 1;"),
-    ("launched as any kernel, not all blocks at once", "together.val.cooperative = 1", "together.val.cooperative = 0"),
     ("eps does not reach the kernel", "a->eps = (float)l->c.eps;", ""),
     ("scores divided by hd", "(float)(1 / sqrt((double)l->c.hd))", "(float)(1 / (double)l->c.hd)"),
     ("RoPE turns by the wrong power", "-2.0 * i / (double)a->hd", "-1.0 * i / (double)a->hd"),
@@ -331,15 +330,23 @@ HOST = [
     ("handle is not given back", "    free(l);\n    return bad ?", "    return bad ?"),
     ("a build that fails leaves what it has", "if (bad) layer_teardown(l);\n    else", "if (!bad)"),
     ("a build that fails hands its layer out", "else *out = l;", "*out = l;"),
-    ("a failed launch is not reported", "? LAYER_CUDA_FAILED : LAYER_OK;\n}\n\n/* refuse what no stage",
-     "* 0;\n}\n\n/* refuse what no stage"),
 ]
 HOST_6 = [
+    ("launched as any kernel, not all blocks at once", "together.val.cooperative = 1", "together.val.cooperative = 0"),
+    ("a failed launch is not reported", "? LAYER_CUDA_FAILED : LAYER_OK;\n}\n\n/* refuse what no stage",
+     "* 0;\n}\n\n/* refuse what no stage"),
     ("shared memory without the room for block sums", "l->shared = (numbers + 32) * sizeof(float)",
      "l->shared = numbers * sizeof(float)"),
     ("half of the shared memory", "(numbers + 32) *", "(numbers / 2 + 32) *"),
     ("shared memory of a tile without its values", " + (size_t)(SPLIT_KEYS *", " + 0 * (size_t)(SPLIT_KEYS *"),
     ("a split too few has memory", "(l->c.max_seq_len + SPLIT_KEYS - 1) / SPLIT_KEYS)", "l->c.max_seq_len / SPLIT_KEYS)"),
+]
+# How stages 7 and 8 launch.
+HOST_7 = [
+    ("launched as any kernel, not all blocks at once", "together = { .cooperative = 1 }", "together = { .cooperative = 0 }"),
+    ("a failed launch is not reported", "|| cudaGraphLaunch(l->exec, stream) ?", "|| (cudaGraphLaunch(l->exec, stream), 0) ?"),
+    ("a step has the parameters of another", "return cudaGraphExecKernelNodeSetParams(l->exec, l->node, &p)", "return 0"),
+    ("what is launched is not given back", "l->exec && cudaGraphExecDestroy(l->exec)", "0"),
 ]
 
 # What stage 8's kernels have of their own; the rest of them are stage 7's chunks.
@@ -404,14 +411,14 @@ REASONS = {
 # stage: runs of its driver, faults of each file
 FAULTS = {
     "stage6": (RUNS_6, {"kernels.cu": SIX, "layer.c": HOST + HOST_6}),
-    "stage7": (RUNS, {"kernels.cu": MUTANTS, "layer.c": HOST}),
+    "stage7": (RUNS, {"kernels.cu": MUTANTS, "layer.c": HOST + HOST_7}),
 }
 # Stage 8 multiplies what it has packed: the pointers that stage 7 gives its kernel are not read.
 HOST_8 = [("gate and up swapped", "w->o, w->gate, w->up, w->down };", "w->o, w->up, w->gate, w->down };")]
 SOURCE_8 = (ROOT / "stages" / "stage8" / "layer.c").read_text(encoding="utf-8")
 FAULTS["stage8"] = (RUNS, {   # of the host side, what it has in common with the others
     "kernels.cu": EIGHT, "layer.c": HOST_8 + [
-        fault for fault in HOST if SOURCE_8.count(fault[1]) == 1 and fault[0] != HOST_8[0][0]]})
+        fault for fault in HOST + HOST_7 if SOURCE_8.count(fault[1]) == 1 and fault[0] != HOST_8[0][0]]})
 
 
 def all_faults():

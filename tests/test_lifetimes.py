@@ -90,6 +90,81 @@ def test_a_step_that_fails_is_reported_and_the_next_one_is_right(stage):
     assert failed >= 2 and status == 0
 
 
+@pytest.mark.parametrize("stage", ["stage7", "stage8"])
+def test_steps_that_are_queued_keep_their_parameters(stage):
+    """Steps at once, of int positions and of those in memory, against the same one by one."""
+    weights, cache = drawn()
+    one, all = Layer(stage, SMALL, weights, cache), Layer(stage, SMALL, weights, cache)
+    positions = range(120, 130)
+    expected = [one.step(ref.make_x(SMALL, 1, pos), pos) for pos in positions]
+    xs = [all.memory.tensor(ref.make_x(SMALL, 1, pos)) for pos in positions]
+    outs = [all.memory.tensor(torch.zeros(1, SMALL.d, dtype=torch.bfloat16)) for _ in positions]
+    at = [all.memory.tensor(torch.tensor([pos])) for pos in positions]
+    for i, pos in enumerate(positions):
+        call, where = (all.lib.layer_step_at, at[i].data_ptr()) if i % 3 == 2 else (all.lib.layer_step, pos)
+        assert call(all.handle, xs[i].data_ptr(), where, outs[i].data_ptr(), None) == 0
+    layers.synchronize(all.lib)
+    assert not any(ref.differing(out.cpu(), right) for out, right in zip(outs, expected))
+
+
+# ------------------------------------------------------------------------- dependent launches
+
+CHAIN = """
+import os, sys; sys.path.insert(0, sys.argv[1])
+import torch, layers
+from layers import SMALL, Layer, ref
+def chain():
+    layer = Layer(sys.argv[2], SMALL, ref.make_weights(SMALL, 1), ref.make_cache(SMALL, 1))
+    outs = [layer.memory.tensor(torch.zeros(1, SMALL.d, dtype=torch.bfloat16)) for _ in range(8)]
+    layer.x.copy_(ref.make_x(SMALL, 1, 120))
+    at = [layer.memory.tensor(torch.tensor([120 + i])) for i in range(8)]
+    for i, (x, out) in enumerate(zip([layer.x, *outs], outs)):       # each step reads what the last one wrote
+        call, pos = (layer.lib.layer_step_at, at[i].data_ptr()) if i % 4 == 3 else (layer.lib.layer_step, 120 + i)
+        assert call(layer.handle, x.data_ptr(), pos, out.data_ptr(), None) == 0
+    layers.synchronize(layer.lib)
+    return [*(out.clone() for out in outs), *layer.caches()]
+os.environ["LAYER_DEPENDENT"] = "0"
+expected = chain()
+os.environ["LAYER_DEPENDENT"] = "1"
+print(sum(ref.differing(a, b) > 0 for a, b in zip(chain(), expected)), "differ")
+"""
+
+
+def chain(stage, seed, **environment):
+    return tools.run([sys.executable, "-c", CHAIN, str(tools.ROOT / "tests"), stage], timeout=100,
+                     CPU_SEED=str(seed), **environment)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("stage", ["stage7", "stage8"])
+def test_dependent_launches_give_the_same_bits(stage, seed):
+    assert chain(stage, seed) == (0, "0 differ\n")
+
+
+def test_dependent_launches_need_their_wait(tmp_path):
+    """So that the test above has something to find."""
+    source = (tools.ROOT / "stages/stage7/kernels.cu").read_text(encoding="utf-8")
+    assert source.count("    wait_for_prerequisites();\n") == 1
+    library = tools.stage_and_cpu("stage7", tmp_path, "", kernels=source.replace("    wait_for_prerequisites();\n", ""))
+    assert any(chain("stage7", seed, LAYER_LIBRARY=str(library)) != (0, "0 differ\n") for seed in range(1, 6))
+
+
+@pytest.mark.parametrize("stage", ["stage7", "stage8"])
+def test_the_variable_that_asks_for_dependent_launches(stage, monkeypatch):
+    layer = Layer(stage, SMALL, *drawn())
+    layer.teardown()
+    free = layers.free_bytes(layer.lib)
+    for value in ("yes", "2", " 1", "01", "x" * 1000):
+        monkeypatch.setenv("LAYER_DEPENDENT", value)
+        assert layer.build() == layers.BAD_ARGUMENT and layer.handle is None
+        words = layer.lib.layer_strerror(layers.BAD_ARGUMENT).decode()
+        assert "LAYER_DEPENDENT must be 0 or 1, and is '" + value[:50] in words
+        assert layers.free_bytes(layer.lib) == free
+    for value in ("", "0", "1"):
+        monkeypatch.setenv("LAYER_DEPENDENT", value)
+        assert layer.build() == 0 and layer.teardown() == 0
+
+
 def test_null_is_torn_down_and_refused():
     lib = layers.library("stage7")
     assert lib.layer_teardown(None) == 0

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_the_header_is_what_python_takes_it_for(submission):
     header = (STAGE / "layer.h").read_text(encoding="utf-8")
     status = re.search(r"enum \{(.*?)\};", header, re.S).group(1)
     names = re.findall(r"\bLAYER_\w+", status)
-    for name in ("LAYER_BAD_SHAPE", "LAYER_BAD_DEVICE"):
+    for name in ("LAYER_BAD_SHAPE", "LAYER_NO_MEMORY"):
         assert names[getattr(submission, name)] == name
 
     structs = re.findall(r"typedef struct \{(.*?)\} (layer_\w+);", header, re.S)
@@ -302,7 +303,8 @@ def pretend(cpu_library, submission, monkeypatch):
             (torch.cuda, "synchronize", lambda: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "device", chip.enter),
-            (submission, "empty_like", lambda x: chip.tensor(torch.zeros(x.shape, dtype=x.dtype)))):
+            (submission, "current_device", lambda: chip.current),
+            (submission, "empty", lambda shape, strides, dtype: chip.tensor(torch.zeros(shape, dtype=dtype)))):
         monkeypatch.setattr(owner, name, value, raising=False)
     monkeypatch.setattr(submission, "library", lambda arch: cpu_library.path)
     return chip
@@ -325,10 +327,10 @@ def test_steps_on_the_cpu_target(submission, chip):
     assert len({out.data_ptr() for out in outs}) == 4
     assert all(tuple(out.shape) == (1, 128) and out.dtype == torch.bfloat16 for out in outs)
     chip.current = 1
-    right = handle.fast[0]
-    handle.fast = (lambda record: 5 if chip.current else right(record), *handle.fast[1:])
+    right, devices = handle.fast[0], []
+    handle.fast = (lambda record: devices.append(chip.current) or right(record), *handle.fast[1:])
     submission.layer_step(handle, chip.tensor(x), 74)
-    assert chip.entered == [0, 0, 0] and chip.current == 1       # for this step alone
+    assert chip.entered == [0, 0, 0] and devices == [0] and chip.current == 1   # for this step alone
     submission.teardown(handle)
     submission.teardown(handle)
     with pytest.raises(RuntimeError, match="after teardown"):
@@ -584,7 +586,7 @@ def test_something_else_as_handle(submission):
 
 def returning(handle, status, stream=0):
     """Lets the C of a handle's steps return a status at once, and its stream be this one."""
-    handle.fast = (lambda record: status, *handle.fast[1:5], lambda device: stream)
+    handle.fast = (lambda record: status, *handle.fast[1:5], lambda device: stream, handle.fast[6])
 
 
 def test_a_failed_step_says_why(built):
@@ -701,6 +703,17 @@ def test_steps_in_other_modes_and_with_parameters(submission, chip):
     x.requires_grad_()                                  # no gradient flows, and nothing breaks
     out = submission.layer_step(handle, x, 70)
     assert not out.requires_grad and ref.differing(chip.values(out), expected) == 0
+
+
+def test_the_allocator_is_pytorchs_own_or_the_fast_one(submission, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: calls.append((given, named)))
+    monkeypatch.setattr(torch._C, "_dynamo", None, raising=False)        # as before PyTorch 2
+    submission.allocator()((1, 128), (128, 1), torch.bfloat16)
+    assert calls == [(((1, 128), (128, 1)), dict(dtype=torch.bfloat16, device="cuda"))]
+    fast = types.SimpleNamespace(guards=types.SimpleNamespace(_empty_strided_cuda=print))
+    monkeypatch.setattr(torch._C, "_dynamo", fast)
+    assert submission.allocator() is print
 
 
 def test_operators_are_made_where_there_are_operators(submission):
@@ -887,6 +900,75 @@ def gpu_position_on_the_device():
     assert same([case.step(300)], expected[:1])      # and it goes on as if nothing had been
 
 
+def gpu_steps_by_launch_and_by_graph():
+    """One of each in turn, with nobody waiting: parameters set for later steps leave earlier ones alone."""
+    case = Case()
+    expected = case.steps(POSITIONS)
+    case.steps([])
+    xs, at = [case.x(pos) for pos in POSITIONS], [torch.tensor([pos], device="cuda") for pos in POSITIONS]
+    graphs, got = [torch.cuda.CUDAGraph() for _ in POSITIONS[::2]], []
+    torch.cuda.synchronize()
+    outs = []
+    for graph, x, pos in zip(graphs, xs[::2], at[::2]):
+        with torch.cuda.graph(graph):
+            outs.append(case.m.layer_step(case.handle, x, pos))
+    torch.cuda.synchronize()
+    for i, (x, pos) in enumerate(zip(xs, POSITIONS)):
+        if i % 2:
+            got.append(case.step(pos, x))
+        else:
+            graphs[i // 2].replay()
+            got.append(outs[i // 2])
+    torch.cuda.synchronize()
+    assert same(got, expected)
+
+
+def gpu_dependent_launches():
+    """Asked for by the environment: the same bits, in a graph too, and after other work on the stream."""
+    case, pos = Case(), torch.tensor([300], device="cuda")
+    expected = case.steps(POSITIONS)
+    os.environ["LAYER_DEPENDENT"] = "1"
+    try:
+        case.handle = case.build()
+    finally:
+        del os.environ["LAYER_DEPENDENT"]
+    for _ in range(20):
+        assert same(case.steps(POSITIONS), expected)
+    outs = [case.step(pos) for pos in POSITIONS]         # nothing between them
+    assert same(outs, expected)
+    x = case.x(300)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        outs = []
+        for _ in POSITIONS[:4]:
+            outs.append(case.m.layer_step(case.handle, x, pos))
+            pos += 1
+    case.steps([])
+    x.copy_(case.x(300))
+    graph.replay()
+    assert same(outs[:1], expected[:1])
+
+
+def gpu_two_threads_at_once():
+    """On one stream: the stream orders the steps, and none gets the parameters of another."""
+    case, got = Case(), [[], []]
+    expected = case.steps(POSITIONS)
+    xs = [case.x(pos) for pos in POSITIONS]
+    torch.cuda.synchronize()
+
+    def steps(mine):
+        for _ in range(100):
+            mine.extend(case.step(pos, x) for pos, x in zip(POSITIONS, xs))
+    threads = [threading.Thread(target=steps, args=(mine,)) for mine in got]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert same(got[0], 100 * expected) and same(got[1], 100 * expected)
+
+
 def gpu_graph():
     case = Case()
     expected = case.steps(POSITIONS)
@@ -981,13 +1063,14 @@ def gpu_host_time():
     """In its parts, too: the call of C, with the launch in it, and the new tensor."""
     case = Case()
     xs = [case.x(pos) for pos in POSITIONS]
-    step, pointer, _, _, _, stream_of = case.handle.fast
+    step, pointer, _, shape, _, stream_of, strides = case.handle.fast
     out = torch.empty_like(xs[0])
     stream = stream_of(0)
     parts = {"layer_step": lambda pos, x: case.m.layer_step(case.handle, x, pos),
              "of it the call of C": lambda pos, x: step(
                  case.m.RECORD(pointer, x.data_ptr(), pos, out.data_ptr(), stream)),
-             "a new tensor": lambda pos, x: torch.empty_like(x), "nothing": lambda pos, x: None}
+             "a new tensor": lambda pos, x: case.m.empty(shape, strides, case.m.BF16),
+             "by empty_like": lambda pos, x: torch.empty_like(x), "nothing": lambda pos, x: None}
     medians = {}
     for name, part in parts.items():
         calls = []

@@ -20,7 +20,8 @@ PARTS = ["Makefile", "layer.nw", "stages", "paper", "plots", "tests", "README.md
 def clean_environment(**more):
     """The environment without what an outer make leaves in it."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PYTEST_"))}
-    for name in "D FFN NQ NKV HD PREFILL SEED DEBUG LINE CPU_SEED CPU_SMS CHECK_GPU LAYERS_ON TIMERS TWIN".split():
+    for name in ("D FFN NQ NKV HD PREFILL SEED DEBUG LINE CPU_SEED CPU_SMS CHECK_GPU LAYERS_ON TIMERS TWIN "
+                 "LAYER_DEPENDENT").split():
         env.pop(name, None)
     return {**env, **more}
 

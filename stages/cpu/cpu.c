@@ -1634,6 +1634,8 @@ cudaError_t cudaStreamQuery(cudaStream_t stream)
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status)
 {
     *status = cudaStreamCaptureStatusNone;
+    if (fails())
+        return last_error;
     return result(stream_of(s) ? cudaSuccess : cudaErrorInvalidResourceHandle);
 }
 
@@ -1906,5 +1908,124 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *functio
     memcpy(g->argument, arguments[0], k->argument_bytes);
     act_as(was);
     enqueue(g->stream, (struct op){.kind = LAUNCH, .grid = g});
+    return cudaSuccess;
+}
+
+/* runtime calls: graphs */
+struct CUgraphNode_st {
+    struct kernel *kernel;
+    cudaLaunchConfig_t config; // without stream and attributes
+    int cooperative;
+    void *argument;
+};
+struct CUgraph_st { struct CUgraphNode_st *node; };
+struct CUgraphExec_st { cudaGraphNode_t of; struct CUgraphNode_st node; };
+
+static void copy_argument(struct CUgraphNode_st *n, const void *argument)
+{
+    void *copy = grab(n->kernel->argument_bytes);
+    memcpy(copy, argument, n->kernel->argument_bytes);
+    drop(n->argument);
+    n->argument = copy;
+}
+static cudaError_t set_params(struct CUgraphNode_st *n,
+                              const struct cudaKernelNodeParams *p)
+{
+    cudaLaunchConfig_t c = {.gridDim = p->gridDim, .blockDim = p->blockDim,
+                            .dynamicSmemBytes = p->sharedMemBytes};
+    struct kernel *k = kernel_of(p->func);
+    cudaError_t e = check_launch(&c, k);
+    if (e != cudaSuccess || p->extra)
+        return result(e != cudaSuccess ? e : cudaErrorNotSupported);
+    n->kernel = k;
+    n->config = c;
+    copy_argument(n, p->kernelParams[0]);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphCreate(cudaGraph_t *graph, unsigned flags)
+{
+    if (fails())
+        return last_error;
+    if (flags)
+        return result(cudaErrorInvalidValue);
+    *graph = grab(sizeof **graph);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t *node, cudaGraph_t graph,
+                                   const cudaGraphNode_t *behind, size_t n_behind,
+                                   const struct cudaKernelNodeParams *p)
+{
+    (void)behind;
+    if (fails())
+        return last_error;
+    if (n_behind || graph->node)
+        return result(cudaErrorNotSupported);
+    *node = graph->node = grab(sizeof **node);
+    return set_params(*node, p);
+}
+
+cudaError_t cudaGraphKernelNodeSetAttribute(cudaGraphNode_t node,
+                                            cudaLaunchAttributeID id,
+                                            const cudaLaunchAttributeValue *value)
+{
+    if (fails())
+        return last_error;
+    if (id != cudaLaunchAttributeCooperative)
+        return result(cudaErrorNotSupported);
+    node->cooperative = value->cooperative;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t graph,
+                                          unsigned long long flags)
+{
+    if (fails())
+        return last_error;
+    if (flags || !graph->node)
+        return result(cudaErrorNotSupported);
+    struct CUgraphExec_st *made = *exec = grab(sizeof *made);
+    made->of = graph->node;
+    made->node = *graph->node;
+    made->node.argument = NULL;
+    copy_argument(&made->node, graph->node->argument);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t exec, cudaGraphNode_t node,
+                                             const struct cudaKernelNodeParams *p)
+{
+    if (fails())
+        return last_error;
+    return node == exec->of ? set_params(&exec->node, p)
+                            : result(cudaErrorInvalidValue);
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
+{
+    struct CUgraphNode_st *n = &exec->node;
+    cudaLaunchAttribute together = {.id = cudaLaunchAttributeCooperative,
+                                    .val.cooperative = n->cooperative};
+    cudaLaunchConfig_t c = n->config;
+    c.stream = stream;
+    c.attrs = &together;
+    c.numAttrs = 1;
+    char copy[n->kernel->argument_bytes];
+    for (size_t i = 0; i < sizeof copy; i++)
+        copy[i] = ((const volatile char *)n->argument)[i];
+    void *argument = copy;
+    return cudaLaunchKernelExC(&c, n->kernel->function, &argument);
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
+{
+    drop(exec->node.argument);
+    drop(exec);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph)
+{
+    if (graph->node)
+        drop(graph->node->argument);
+    drop(graph->node);
+    drop(graph);
     return cudaSuccess;
 }

@@ -142,5 +142,30 @@ cudaError_t cudaFuncSetAttribute(const void *, enum cudaFuncAttribute, int);
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *,
                                                           int threads, size_t shared);
 
+/* runtime: graphs */
+typedef struct CUgraph_st *cudaGraph_t;
+typedef struct CUgraphNode_st *cudaGraphNode_t;
+typedef struct CUgraphExec_st *cudaGraphExec_t;
+struct cudaKernelNodeParams {
+    void *func;
+    dim3 gridDim, blockDim;
+    unsigned sharedMemBytes;
+    void **kernelParams, **extra;
+};
+cudaError_t cudaGraphCreate(cudaGraph_t *, unsigned flags);
+cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t *, cudaGraph_t,
+                                   const cudaGraphNode_t *behind, size_t n_behind,
+                                   const struct cudaKernelNodeParams *);
+cudaError_t cudaGraphKernelNodeSetAttribute(cudaGraphNode_t, cudaLaunchAttributeID,
+                                            const cudaLaunchAttributeValue *);
+
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *, cudaGraph_t,
+                                          unsigned long long flags);
+cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t, cudaGraphNode_t,
+                                             const struct cudaKernelNodeParams *);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t);
+cudaError_t cudaGraphDestroy(cudaGraph_t);
+
 void cpu_fail_call(unsigned n); // the nth call from now is out of memory; 0: none is
 #endif

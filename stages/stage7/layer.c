@@ -2,8 +2,10 @@
 /* stage 7: the host side */
 /* Stage 7, host side: one cooperative launch a step. */
 #include <math.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include "layer.h"
 
 /* stream: what the kernel is given */
@@ -94,6 +96,12 @@ struct layer {
     struct layer_args args;        /* all but x, pos and x_out */
     size_t shared;                 /* bytes of dynamic shared memory a block */
     unsigned threads;
+    /* stream: a step as a graph */
+    cudaGraph_t graph;             /* its one node is a step */
+    cudaGraphNode_t node;
+    cudaGraphExec_t exec;          /* null while the layer is built */
+    atomic_flag taken;             /* some thread is launching exec */
+    int wanted, dependent;         /* dependent launches: asked for; made from now on */
 };
 
 /* say which rule was broken */
@@ -191,8 +199,20 @@ static int share_out(layer *l)   /* the shared memory of a block */
     return LAYER_OK;
 }
 
+/* stream: how steps are to be launched */
+static int read_environment(layer *l)
+{
+    const char *given = getenv("LAYER_DEPENDENT");
+    l->wanted = given && !strcmp(given, "1");
+    if (!given || !*given || l->wanted || !strcmp(given, "0")) return LAYER_OK;
+    return refused(LAYER_BAD_ARGUMENT, "the environment's LAYER_DEPENDENT must be 0 or "
+                   "1, and is '%s'", given);
+}
+
 static int fit(layer *l)
 {
+    int bad = read_environment(l);
+    if (bad) return bad;
     cut(&l->args.g, &l->c);
     return share_out(l);
 }
@@ -225,6 +245,7 @@ static char *divide_scratch(layer *l, char *at)
     return at;
 }
 
+/* stream: one step */
 /* see whether the grid starts */
 static int step(layer *l, const void *x, struct position pos, void *x_out,
                 cudaStream_t stream);
@@ -241,6 +262,76 @@ static int try_grid(layer *l)
     return refused(LAYER_BAD_DEVICE, "%d blocks of %u threads and %zu bytes of shared "
                    "memory must be resident at once: %s", l->blocks, l->threads,
                    l->shared, cudaGetErrorString(cudaGetLastError()));
+}
+
+static struct cudaKernelNodeParams node_params(const layer *l, void **args)
+{
+    struct cudaKernelNodeParams p = { .func = (void *)whole_layer };
+    p.gridDim.x = (unsigned)l->blocks, p.gridDim.y = p.gridDim.z = 1;
+    p.blockDim.x = l->threads, p.blockDim.y = p.blockDim.z = 1;
+    p.sharedMemBytes = (unsigned)l->shared;
+    p.kernelParams = args;
+    return p;
+}
+
+static int make_graph(layer *l)
+{
+    void *args = &l->args;
+    struct cudaKernelNodeParams p = node_params(l, &args);
+    cudaLaunchAttributeValue together = { .cooperative = 1 };
+    atomic_flag_clear(&l->taken);
+    return cudaGraphCreate(&l->graph, 0)
+        || cudaGraphAddKernelNode(&l->node, l->graph, NULL, 0, &p)
+        || cudaGraphKernelNodeSetAttribute(l->node, cudaLaunchAttributeCooperative,
+                                           &together)
+        || cudaGraphInstantiateWithFlags(&l->exec, l->graph, 0)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+static int launch_graph(layer *l, struct layer_args *args, cudaStream_t stream)
+{
+    void *arg = args;
+    struct cudaKernelNodeParams p = node_params(l, &arg);
+    return cudaGraphExecKernelNodeSetParams(l->exec, l->node, &p)
+        || cudaGraphLaunch(l->exec, stream) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+static int launch_kernel(const layer *l, struct layer_args *args, cudaStream_t stream)
+{
+    void *arg = args;
+    cudaLaunchAttribute how = { .id = cudaLaunchAttributeCooperative };
+    how.val.cooperative = 1;
+    /* stream: or a dependent launch */
+    if (l->dependent) {
+        how.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        how.val.programmaticStreamSerializationAllowed = 1;
+    }
+    cudaLaunchConfig_t config = { .dynamicSmemBytes = l->shared, .stream = stream,
+                                  .attrs = &how, .numAttrs = 1 };
+    config.gridDim.x = (unsigned)l->blocks, config.gridDim.y = config.gridDim.z = 1;
+    config.blockDim.x = l->threads, config.blockDim.y = config.blockDim.z = 1;
+    return cudaLaunchKernelExC(&config, (const void *)whole_layer, &arg)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream)
+{
+    struct layer_args args = l->args;
+    args.x = x, args.pos = pos, args.x_out = x_out;
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (l->exec && cudaStreamIsCapturing(stream, &capture)) return LAYER_CUDA_FAILED;
+    if (!l->exec || capture || atomic_flag_test_and_set(&l->taken))
+        return launch_kernel(l, &args, stream);
+    int bad = launch_graph(l, &args, stream);
+    atomic_flag_clear(&l->taken);
+    return bad;
+}
+
+static int choose_launch(layer *l)   /* after the trial */
+{
+    l->dependent = l->wanted;
+    return l->dependent ? LAYER_OK : make_graph(l);
 }
 
 /* stream: describe the layer to the kernel */
@@ -263,24 +354,8 @@ static int prepare(layer *l)
     if (cudaMemcpy((void *)a->turn, turn, sizeof(double) * (size_t)a->hd / 2,
                    cudaMemcpyHostToDevice))
         return LAYER_CUDA_FAILED;
-    return try_grid(l);
-}
-
-/* one launch: one step */
-static int step(layer *l, const void *x, struct position pos, void *x_out,
-                cudaStream_t stream)
-{
-    struct layer_args args = l->args;
-    void *arg = &args;
-    args.x = x, args.pos = pos, args.x_out = x_out;
-    cudaLaunchAttribute together = { .id = cudaLaunchAttributeCooperative };
-    together.val.cooperative = 1;
-    cudaLaunchConfig_t config = { .dynamicSmemBytes = l->shared, .stream = stream,
-                                  .attrs = &together, .numAttrs = 1 };
-    config.gridDim.x = (unsigned)l->blocks, config.gridDim.y = config.gridDim.z = 1;
-    config.blockDim.x = l->threads, config.blockDim.y = config.blockDim.z = 1;
-    return cudaLaunchKernelExC(&config, (const void *)whole_layer, &arg)
-         ? LAYER_CUDA_FAILED : LAYER_OK;
+    int bad = try_grid(l);
+    return bad ? bad : choose_launch(l);
 }
 
 /* refuse what no stage can serve */
@@ -424,7 +499,6 @@ int layer_step_at(layer *l, const void *x, const int64_t *pos_on_device, void *x
     return step(l, x, p, x_out, stream);
 }
 
-/* status, teardown, error texts */
 /* the sticky status */
 int layer_status(layer *l)
 {
@@ -438,13 +512,22 @@ int layer_status(layer *l)
     return (int)status;
 }
 
-/* tear a layer down */
+/* stream: tear a layer down */
+/* stream: drop the graph */
+static int drop_graph(layer *l)
+{
+    int bad = l->exec && cudaGraphExecDestroy(l->exec);
+    if (l->graph && cudaGraphDestroy(l->graph)) bad = 1;
+    return bad;
+}
+
 int layer_teardown(layer *l)
 {
     int before;
     if (!l) return LAYER_OK;
     int bad = cudaGetDevice(&before) || cudaSetDevice(l->device);
     if (cudaDeviceSynchronize()) bad = 1;
+    if (drop_graph(l)) bad = 1;
     if (l->scratch && cudaFree(l->scratch)) bad = 1;
     if (!bad && before != l->device) bad = cudaSetDevice(before) != cudaSuccess;
     free(l);

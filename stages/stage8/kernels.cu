@@ -337,6 +337,16 @@ DEVICE bits128 load_16(const void *p)
     return x;
 }
 
+/* PTX: dependent launch */
+DEVICE void launch_dependents(void)
+{
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+DEVICE void wait_for_prerequisites(void)
+{
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 /* PTX: bytes of two words */
 DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places)
 {
@@ -1675,15 +1685,6 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
 KERNEL THREADS(32 * (MAX_WARPS + LOADER_WARPS + 1))
 whole_layer(const IN_PLACE struct layer_args a)
 {
-    int64_t pos = position(a.pos);
-    if (pos < 0) {
-        /* fill the result with NaN and remember */
-        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
-             i += gridDim.x * blockDim.x)
-            a.x_out[i] = 0x7fc0;
-        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
-        return;
-    }
     struct shared *s = block_state();
     int warp = (int)threadIdx.x / 32;
     /* stream: prepare the barriers */
@@ -1699,10 +1700,22 @@ whole_layer(const IN_PLACE struct layer_args a)
         s->vectors = s->gated = 0;
         mbarrier_init_fence();
     }
+    wait_for_prerequisites();
+    int64_t pos = position(a.pos);
+    if (pos < 0) {
+        /* fill the result with NaN and remember */
+        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
+             i += gridDim.x * blockDim.x)
+            a.x_out[i] = 0x7fc0;
+        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
+        return;
+    }
     __syncthreads();
     if (warp < a.g.warps) consume(&a, s, pos, warp);
-    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&s->args, s, pos);
-    else {
+    else if (warp < a.g.warps + LOADER_WARPS) {
+        load_vectors(&s->args, s, pos);
+        launch_dependents();
+    } else {
         named_barrier_sync(2, LOADERS + 32);   /* the loaders' first reads go ahead */
         if (threadIdx.x % 32 == 0) produce(&a, s, pos);
     }

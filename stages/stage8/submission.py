@@ -380,6 +380,16 @@ DEVICE bits128 load_16(const void *p)
     return x;
 }
 
+/* PTX: dependent launch */
+DEVICE void launch_dependents(void)
+{
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+DEVICE void wait_for_prerequisites(void)
+{
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 /* PTX: bytes of two words */
 DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t places)
 {
@@ -1718,15 +1728,6 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
 KERNEL THREADS(32 * (MAX_WARPS + LOADER_WARPS + 1))
 whole_layer(const IN_PLACE struct layer_args a)
 {
-    int64_t pos = position(a.pos);
-    if (pos < 0) {
-        /* fill the result with NaN and remember */
-        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
-             i += gridDim.x * blockDim.x)
-            a.x_out[i] = 0x7fc0;
-        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
-        return;
-    }
     struct shared *s = block_state();
     int warp = (int)threadIdx.x / 32;
     /* stream: prepare the barriers */
@@ -1742,10 +1743,22 @@ whole_layer(const IN_PLACE struct layer_args a)
         s->vectors = s->gated = 0;
         mbarrier_init_fence();
     }
+    wait_for_prerequisites();
+    int64_t pos = position(a.pos);
+    if (pos < 0) {
+        /* fill the result with NaN and remember */
+        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < a.d;
+             i += gridDim.x * blockDim.x)
+            a.x_out[i] = 0x7fc0;
+        if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
+        return;
+    }
     __syncthreads();
     if (warp < a.g.warps) consume(&a, s, pos, warp);
-    else if (warp < a.g.warps + LOADER_WARPS) load_vectors(&s->args, s, pos);
-    else {
+    else if (warp < a.g.warps + LOADER_WARPS) {
+        load_vectors(&s->args, s, pos);
+        launch_dependents();
+    } else {
         named_barrier_sync(2, LOADERS + 32);   /* the loaders' first reads go ahead */
         if (threadIdx.x % 32 == 0) produce(&a, s, pos);
     }
@@ -2010,6 +2023,7 @@ LAYER_C = r"""
 /* stage 8: the host side */
 /* Stage 8, host side: packs the weights; then one cooperative launch a step. */
 #include <math.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -2132,6 +2146,12 @@ struct layer {
     struct layer_args args;        /* all but x, pos and x_out */
     size_t shared;                 /* bytes of dynamic shared memory a block */
     unsigned threads;
+    /* stream: a step as a graph */
+    cudaGraph_t graph;             /* its one node is a step */
+    cudaGraphNode_t node;
+    cudaGraphExec_t exec;          /* null while the layer is built */
+    atomic_flag taken;             /* some thread is launching exec */
+    int wanted, dependent;         /* dependent launches: asked for; made from now on */
     layer_packing packing[MATRICES];
     void *owned[MATRICES + 2];     /* packed matrices, copies of others, of the norms */
 };
@@ -2243,8 +2263,20 @@ static int share_out(layer *l)   /* the shared memory of a block */
     return LAYER_OK;
 }
 
+/* stream: how steps are to be launched */
+static int read_environment(layer *l)
+{
+    const char *given = getenv("LAYER_DEPENDENT");
+    l->wanted = given && !strcmp(given, "1");
+    if (!given || !*given || l->wanted || !strcmp(given, "0")) return LAYER_OK;
+    return refused(LAYER_BAD_ARGUMENT, "the environment's LAYER_DEPENDENT must be 0 or "
+                   "1, and is '%s'", given);
+}
+
 static int fit(layer *l)
 {
+    int bad = read_environment(l);
+    if (bad) return bad;
     cut(&l->args.g, &l->c);
     return share_out(l);
 }
@@ -2474,6 +2506,7 @@ static void cut_slots(layer *l)
     g->chunks[DOWN] = chunks_of(c->d / 2, g->pairs[DOWN]);
 }
 
+/* stream: one step */
 /* see whether the grid starts */
 static int step(layer *l, const void *x, struct position pos, void *x_out,
                 cudaStream_t stream);
@@ -2490,6 +2523,76 @@ static int try_grid(layer *l)
     return refused(LAYER_BAD_DEVICE, "%d blocks of %u threads and %zu bytes of shared "
                    "memory must be resident at once: %s", l->blocks, l->threads,
                    l->shared, cudaGetErrorString(cudaGetLastError()));
+}
+
+static struct cudaKernelNodeParams node_params(const layer *l, void **args)
+{
+    struct cudaKernelNodeParams p = { .func = (void *)whole_layer };
+    p.gridDim.x = (unsigned)l->blocks, p.gridDim.y = p.gridDim.z = 1;
+    p.blockDim.x = l->threads, p.blockDim.y = p.blockDim.z = 1;
+    p.sharedMemBytes = (unsigned)l->shared;
+    p.kernelParams = args;
+    return p;
+}
+
+static int make_graph(layer *l)
+{
+    void *args = &l->args;
+    struct cudaKernelNodeParams p = node_params(l, &args);
+    cudaLaunchAttributeValue together = { .cooperative = 1 };
+    atomic_flag_clear(&l->taken);
+    return cudaGraphCreate(&l->graph, 0)
+        || cudaGraphAddKernelNode(&l->node, l->graph, NULL, 0, &p)
+        || cudaGraphKernelNodeSetAttribute(l->node, cudaLaunchAttributeCooperative,
+                                           &together)
+        || cudaGraphInstantiateWithFlags(&l->exec, l->graph, 0)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+static int launch_graph(layer *l, struct layer_args *args, cudaStream_t stream)
+{
+    void *arg = args;
+    struct cudaKernelNodeParams p = node_params(l, &arg);
+    return cudaGraphExecKernelNodeSetParams(l->exec, l->node, &p)
+        || cudaGraphLaunch(l->exec, stream) ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+static int launch_kernel(const layer *l, struct layer_args *args, cudaStream_t stream)
+{
+    void *arg = args;
+    cudaLaunchAttribute how = { .id = cudaLaunchAttributeCooperative };
+    how.val.cooperative = 1;
+    /* stream: or a dependent launch */
+    if (l->dependent) {
+        how.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        how.val.programmaticStreamSerializationAllowed = 1;
+    }
+    cudaLaunchConfig_t config = { .dynamicSmemBytes = l->shared, .stream = stream,
+                                  .attrs = &how, .numAttrs = 1 };
+    config.gridDim.x = (unsigned)l->blocks, config.gridDim.y = config.gridDim.z = 1;
+    config.blockDim.x = l->threads, config.blockDim.y = config.blockDim.z = 1;
+    return cudaLaunchKernelExC(&config, (const void *)whole_layer, &arg)
+         ? LAYER_CUDA_FAILED : LAYER_OK;
+}
+
+static int step(layer *l, const void *x, struct position pos, void *x_out,
+                cudaStream_t stream)
+{
+    struct layer_args args = l->args;
+    args.x = x, args.pos = pos, args.x_out = x_out;
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (l->exec && cudaStreamIsCapturing(stream, &capture)) return LAYER_CUDA_FAILED;
+    if (!l->exec || capture || atomic_flag_test_and_set(&l->taken))
+        return launch_kernel(l, &args, stream);
+    int bad = launch_graph(l, &args, stream);
+    atomic_flag_clear(&l->taken);
+    return bad;
+}
+
+static int choose_launch(layer *l)   /* after the trial */
+{
+    l->dependent = l->wanted;
+    return l->dependent ? LAYER_OK : make_graph(l);
 }
 
 /* packed: describe the layer to the kernel */
@@ -2516,24 +2619,8 @@ static int prepare(layer *l)
     if (bad) return bad;
     cut_slots(l);
     bad = share_out(l);
-    return bad ? bad : try_grid(l);
-}
-
-/* one launch: one step */
-static int step(layer *l, const void *x, struct position pos, void *x_out,
-                cudaStream_t stream)
-{
-    struct layer_args args = l->args;
-    void *arg = &args;
-    args.x = x, args.pos = pos, args.x_out = x_out;
-    cudaLaunchAttribute together = { .id = cudaLaunchAttributeCooperative };
-    together.val.cooperative = 1;
-    cudaLaunchConfig_t config = { .dynamicSmemBytes = l->shared, .stream = stream,
-                                  .attrs = &together, .numAttrs = 1 };
-    config.gridDim.x = (unsigned)l->blocks, config.gridDim.y = config.gridDim.z = 1;
-    config.blockDim.x = l->threads, config.blockDim.y = config.blockDim.z = 1;
-    return cudaLaunchKernelExC(&config, (const void *)whole_layer, &arg)
-         ? LAYER_CUDA_FAILED : LAYER_OK;
+    if (!bad) bad = try_grid(l);
+    return bad ? bad : choose_launch(l);
 }
 
 /* refuse what no stage can serve */
@@ -2613,12 +2700,21 @@ static int claim_scratch(layer *l)
 }
 
 /* packed: tear a layer down */
+/* stream: drop the graph */
+static int drop_graph(layer *l)
+{
+    int bad = l->exec && cudaGraphExecDestroy(l->exec);
+    if (l->graph && cudaGraphDestroy(l->graph)) bad = 1;
+    return bad;
+}
+
 int layer_teardown(layer *l)
 {
     int before;
     if (!l) return LAYER_OK;
     int bad = cudaGetDevice(&before) || cudaSetDevice(l->device);
     if (cudaDeviceSynchronize()) bad = 1;
+    if (drop_graph(l)) bad = 1;
     for (int i = 0; i < MATRICES + 2; i++)
         if (l->owned[i] && cudaFree(l->owned[i])) bad = 1;
     if (l->scratch && cudaFree(l->scratch)) bad = 1;
@@ -3061,7 +3157,7 @@ def load(path):
     return lib
 
 
-LAYER_BAD_SHAPE, LAYER_BAD_DEVICE, LAYER_NO_MEMORY = 3, 5, 6   # as in layer.h
+LAYER_BAD_SHAPE, LAYER_NO_MEMORY = 3, 6   # as in layer.h
 
 
 def explain(lib, status):
@@ -3100,7 +3196,7 @@ class Layer:
         self.lib, self.given, self.tensors = lib, given, tensors
         self.device = tensors[0].device
         self.fast = (lib.step_in_record, pointer, self.device.index, shape, rows,
-                     torch._C._cuda_getCurrentRawStream)
+                     torch._C._cuda_getCurrentRawStream, (shape[1], 1))
         self.step_at = lib.step_at_in_record
         self.stream = None   # of the last step
         self.number = next(NUMBERS)
@@ -3146,7 +3242,10 @@ def layer_step(handle, x, pos):
         return step_as_operator(handle, x, pos)
     if type(handle) is not Layer or handle.fast is None:
         refuse_handle(handle)
-    step, pointer, index, shape, rows, stream_of = handle.fast
+    step, pointer, index, shape, rows, stream_of, strides = handle.fast
+    if current_device() != index:
+        with torch.cuda.device(index):
+            return layer_step(handle, x, pos)
     # submission: check x and pos
     if not (isinstance(x, Tensor) and x.dtype is BF16 and x.get_device() == index
             and x.shape == shape and x.is_contiguous()):
@@ -3161,19 +3260,23 @@ def layer_step(handle, x, pos):
     stream = stream_of(index)
     if stream != handle.stream:
         follow(handle, stream)
-    x_out = empty_like(x)
+    x_out = empty(shape, strides, BF16)
     # submission: call the layer
-    record = RECORD(pointer, address, pos, x_out.data_ptr(), stream)
-    status = step(record)
-    if status == LAYER_BAD_DEVICE:
-        with torch.cuda.device(index):
-            status = step(record)
+    status = step(RECORD(pointer, address, pos, x_out.data_ptr(), stream))
     if status:
         raise RuntimeError(explain(handle.lib, status))
     return x_out
 
+def allocator():
+    """of a tensor on the current GPU, by its shape, strides and type"""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    return getattr(guards, "_empty_strided_cuda", None) or (
+        lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype,
+                                                          device="cuda"))
 
-Tensor, BF16, empty_like = torch.Tensor, torch.bfloat16, torch.empty_like
+
+Tensor, BF16, empty = torch.Tensor, torch.bfloat16, allocator()
+current_device = getattr(torch._C, "_cuda_getDevice", None)   # none without CUDA
 
 def follow(handle, stream):
     """lets this stream wait for the handle's last step, which was on another"""
