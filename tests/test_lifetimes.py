@@ -78,11 +78,13 @@ def test_a_step_that_fails_is_reported_and_the_next_one_is_right(stage):
     expected = layer.step(x, 130)
     failed = 0
     for nth in (1, 2, 3, 4, 10, 44, 100):           # ask for the device, then launch up to 43 times
+        layer.out.view(torch.int16).fill_(-1)       # NaN
         layer.lib.cpu_fail_call(nth)
         status = layer.lib.layer_step(layer.handle, layer.x.data_ptr(), 130, layer.out.data_ptr(), None)
         layer.lib.cpu_fail_call(0)
         layers.synchronize(layer.lib)
         if status == 0:
+            assert ref.differing(layer.out.cpu(), expected) == 0
             break
         assert status == layers.CUDA_FAILED
         failed += 1
