@@ -380,6 +380,8 @@ EIGHT = [
 ]
 
 REASONS = {
+    "pairs of the first chunk for all":
+        "widths are multiples of 64, so all chunks of a phase have as many",
     "scratch is not cleared":
         "in stage 6 a counter and the count that a block begins with: what the CPU target "
         "fills memory with is the same in both",
