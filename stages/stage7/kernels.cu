@@ -702,9 +702,10 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
 DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
                          struct producer *p, int phase, int vector)
 {
-    int n = phase == OUT ? a->n_q * a->hd : (int)a->d, pairs = a->g.pairs[phase];
-    int chunks = a->g.chunks[phase], first = first_chunk(a, phase), step = (int)gridDim.x;
-    int part = 0, part_chunks = phase == GATE_UP ? a->g.piece / pairs : chunks;
+    int n = phase == OUT ? a->n_q * a->hd : (int)a->d, step = (int)gridDim.x;
+    int pairs = a->g.pairs[phase], chunks = a->g.chunks[phase];
+    int first = first_chunk(a, phase), part = 0;
+    int part_chunks = phase == GATE_UP ? a->g.piece / pairs : chunks;
     int64_t stride = (int64_t)step * pairs * n;
     struct rows r = rows_of(a, phase, first);
     for (int c = first; c < chunks; c += step) {
