@@ -22,6 +22,48 @@ cudaError_t cudaMemcpy(void *p, const void *q, size_t n, enum cudaMemcpyKind k)
     (void)k, memcpy(p, q, n);
     return answer();
 }
+static cudaError_t made(void **p)   /* a graph: what is made must be destroyed */
+{
+    cudaError_t e = answer();
+    allocated += !e;
+    *p = e ? NULL : malloc(1);
+    return e;
+}
+static cudaError_t gone(void *p) { allocated -= p != NULL; free(p); return cudaSuccess; }
+cudaError_t cudaGraphCreate(cudaGraph_t *g, unsigned flags) { (void)flags; return made((void **)g); }
+cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t *node, cudaGraph_t g, const cudaGraphNode_t *behind,
+                                   size_t n, const struct cudaKernelNodeParams *p)
+{
+    (void)g, (void)behind, (void)n, (void)p;
+    *node = NULL;
+    return answer();
+}
+cudaError_t cudaGraphKernelNodeSetAttribute(cudaGraphNode_t node, cudaLaunchAttributeID id,
+                                            const cudaLaunchAttributeValue *v)
+{
+    (void)node, (void)id, (void)v;
+    return answer();
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t g, unsigned long long flags)
+{
+    (void)g, (void)flags;
+    return made((void **)exec);
+}
+cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t exec, cudaGraphNode_t node,
+                                             const struct cudaKernelNodeParams *p)
+{
+    (void)exec, (void)node, (void)p;
+    return answer();
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t s) { (void)exec, (void)s; return answer(); }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return gone(exec); }
+cudaError_t cudaGraphDestroy(cudaGraph_t g) { return gone(g); }
+cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status)
+{
+    (void)s;
+    *status = cudaStreamCaptureStatusNone;
+    return answer();
+}
 cudaError_t cudaGetDevice(int *d) { *d = 0; return answer(); }
 cudaError_t cudaSetDevice(int d) { (void)d; return answer(); }
 cudaError_t cudaDeviceSynchronize(void) { return answer(); }

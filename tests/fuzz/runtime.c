@@ -6,4 +6,7 @@ NEVER(cudaSetDevice) NEVER(cudaDeviceSynchronize) NEVER(cudaGetLastError) NEVER(
 NEVER(cudaDeviceGetAttribute) NEVER(cudaOccupancyMaxActiveBlocksPerMultiprocessor)
 NEVER(cudaLaunchKernelExC) NEVER(cudaGetErrorString) NEVER(cudaPeekAtLastError) NEVER(cudaGetDeviceCount)
 NEVER(cudaGetDeviceProperties) NEVER(cudaDriverGetVersion) NEVER(cudaRuntimeGetVersion)
- NEVER(whole_layer) NEVER(fill) NEVER(read_stream)
+NEVER(cudaGraphCreate) NEVER(cudaGraphAddKernelNode) NEVER(cudaGraphKernelNodeSetAttribute)
+NEVER(cudaGraphInstantiateWithFlags) NEVER(cudaGraphExecKernelNodeSetParams) NEVER(cudaGraphLaunch)
+NEVER(cudaGraphExecDestroy) NEVER(cudaGraphDestroy) NEVER(cudaStreamIsCapturing)
+NEVER(whole_layer) NEVER(fill) NEVER(read_stream)
