@@ -26,8 +26,8 @@ step went; model-..., what a whole model would take under the assumptions of def
 row of data/changes-N.csv: changes-N-ROW-before, -after, -gain, in us, and -xlimit, times the read
 limit of its run; of data/streams.csv: streams-ROW-less, per cent of the rate of another row; of
 data/waits-N.csv: waits-N-ROW-us, what a phase waits for its vector, and waits-N-FORM-us, what of them do; of data/timeline-N.csv: timeline-N-fast, how many blocks end gate and up long before
-the others, and -fast-gate, -slow-gate, -fast-down, -slow-down, when they and the others end it and
-down, us; of data/stamps-N.csv: stamps-N-ROW-FORM-link, us since the row before. And from the
+the others, -early, how many so end down, and -fast-gate, -slow-gate, -fast-down, -slow-down, when
+they and the others end it, us; of data/stamps-N.csv: stamps-N-ROW-FORM-link, us since the row before. And from the
 shape alone, with nothing measured, \\shape{qkv} and the like: bytes.
 """
 import csv
@@ -416,9 +416,12 @@ def from_timeline(path):
     gate, down = ends.get("gate and up", {}), ends.get("down", {})
     middle = sorted(gate.values())[len(gate) // 2] if gate else 0
     fast = {sm for sm, end in gate.items() if end < middle - 15}
+    last = sorted(down.values())[len(down) // 2] if down else 0
+    early = {sm for sm, end in down.items() if end < last - 15}
     define(f"{path.stem}-fast", len(fast))
-    for what, phase in (("gate", gate), ("down", down)):
-        for kind, some in (("fast", fast), ("slow", phase.keys() - fast)):
+    define(f"{path.stem}-early", len(early))
+    for what, phase, quick in (("gate", gate, fast), ("down", down, early)):
+        for kind, some in (("fast", quick), ("slow", phase.keys() - quick)):
             mine = [phase[sm] for sm in some if sm in phase]
             if mine:
                 define(f"{path.stem}-{kind}-{what}", "%.0f" % (sum(mine) / len(mine)))
