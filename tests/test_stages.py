@@ -73,14 +73,18 @@ def test_the_driver_says_the_bits_of_the_twin(seed):
     assert (packed, of_twin) == (14, 0)   # all matrices of two shapes, and none
 
 
+HALF = ["--check", "--d=4096", "--ffn=14336", "--n-q=32", "--n-kv=8"]   # of the width
+
+
 @pytest.mark.gpu
 def test_the_bits_of_the_twin_on_the_gpu():
-    """At full size, both at once: what takes long is the oracle's double precision in C."""
+    """At half the width, both at once: what takes long is the oracle's double precision in C. At full
+    width, make stage8 and make TWIN=1 stage8 print the bits."""
     drivers = ["build/gpu/stage8/driver", "build/gpu-twin/stage8/driver"]
     tools.build(drivers[0])
     with tools.alone():
         tools.must_make("-s", "-j4", "TWIN=1", drivers[1])
-    with tools.started(lambda driver: tools.run([str(tools.ROOT / driver), "--check"], timeout=200), drivers) as result:
+    with tools.started(lambda driver: tools.run([str(tools.ROOT / driver), *HALF], timeout=200), drivers) as result:
         outputs = [result(driver) for driver in drivers]
     for status, output in outputs:
         assert passed(status, output), output
@@ -96,8 +100,7 @@ def test_a_wrong_shape_is_refused(stage):
 
 
 def check_on_the_gpu(stage):
-    return tools.run([str(tools.ROOT / "build" / "gpu" / stage / "driver"), "--check", "--d=4096", "--ffn=14336",
-                      "--n-q=32", "--n-kv=8"])
+    return tools.run([str(tools.ROOT / "build" / "gpu" / stage / "driver"), *HALF])
 
 
 @pytest.fixture(scope="module")
