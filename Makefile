@@ -408,8 +408,10 @@ check-gpu: | $(FIRST)
 	@python=$$($(python_with_a_gpu)); \
 	    "$$python" -c 'import pytest' >/dev/null 2>&1 || { \
 	        echo "check-gpu: no Python here has pytest and a PyTorch that can use the GPU"; exit 2; }; \
+	    { PYTHONDONTWRITEBYTECODE=1 "$$python" tests/test_submission.py compiled & } && \
 	    $(MAKE) -s -j"$$(nproc)" build/liboracle.so build/gpu/oracle/oracle.o \
 	        $(STAGES_HERE:%=build/gpu/stage%/driver) $(STAGES_HERE:%=build/gpu/stage%/liblayer.so); \
+	    wait; \
 	    PYTHONDONTWRITEBYTECODE=1 $(if $(TESTS),,CHECK_GPU=data/check-gpu.txt) \
 	        "$$python" -m pytest tests -v -m gpu --durations=10 $(TESTS)
 

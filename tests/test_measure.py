@@ -632,27 +632,33 @@ def test_a_commit_that_is_given_is_that_of_all_tables(tmp_path, monkeypatch, giv
     assert rest[1].count('"$(commit)"') == 2 and "COMMIT:-" not in rest[0] + rest[1].split("\n", 1)[1]
 
 
-@pytest.mark.gpu
-def test_two_stages_at_a_small_shape_on_the_gpu():
-    chosen = [int(s[5:]) for s in (tools.STAGES[0], "stage7")]
-    for number in chosen:
+TWO = [int(tools.STAGES[0][5:]), 7]
+SMALL = "reference.Shape(**reference.SMALL)"
+PROGRAMS = {   # what is measured, the kind of table, how its rows begin
+    "two stages": (f"measure_ladder({TWO}, {SMALL}, 1, 9)", "LADDER", [f"\n{n}," for n in TWO]),
+    "a shape": (f"measure_shapes([('small', {SMALL})], 1, 9)", "SHAPES", ["\nsmall,2048,4096,16,2,128,512,7,"]),
+}
+
+
+def measured(name):
+    call, kind, _ = PROGRAMS[name]
+    return tools.run([sys.executable, "-c", "import measure, reference, tables\n"
+                      "measure.bandwidths = lambda: (4.25, 4.6)\n"
+                      f"h, r = measure.{call}\nprint(tables.text_of(tables.{kind}, h, r))\n"])
+
+
+@pytest.fixture(scope="module")
+def small_measurements(request):
+    """At once: nobody looks at the times."""
+    for number in TWO:
         tools.build(f"build/gpu/stage{number}/liblayer.so")
-    program = ("import measure, reference, tables\n"
-               "measure.bandwidths = lambda: (4.25, 4.6)\n"
-               f"h, r = measure.measure_ladder({chosen}, reference.Shape(**reference.SMALL), 1, 9)\n"
-               "print(tables.text_of(tables.LADDER, h, r))\n")
-    status, output = tools.run([sys.executable, "-c", program])
-    assert status == 0, output
-    assert f"\n{chosen[0]}," in output and "\n7," in output and "# gpu: " in output
+    with tools.started(measured, tools.chosen(request, "test_measuring_on_the_gpu", "name")) as result:
+        yield result
 
 
 @pytest.mark.gpu
-def test_a_shape_on_the_gpu():
-    tools.build("build/gpu/stage7/liblayer.so")
-    program = ("import measure, reference, tables\n"
-               "measure.bandwidths = lambda: (4.25, 4.6)\n"
-               "h, r = measure.measure_shapes([('small', reference.Shape(**reference.SMALL))], 1, 9)\n"
-               "print(tables.text_of(tables.SHAPES, h, r))\n")
-    status, output = tools.run([sys.executable, "-c", program])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_measuring_on_the_gpu(small_measurements, name):
+    status, output = small_measurements(name)
     assert status == 0, output
-    assert "\nsmall,2048,4096,16,2,128,512,7," in output and "# gpu: " in output
+    assert "# gpu: " in output and all(row in output for row in PROGRAMS[name][2])
