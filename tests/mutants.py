@@ -459,7 +459,7 @@ class Bench:
         """The path of a driver, or of a library for the tests, with this source in it."""
         own = pathlib.Path(tempfile.mkdtemp(prefix=f"{stage}-{build}-", dir=self.folder))
         made = self.tree / "build" / "cpu" / ("plain" if build == "tests" else build)
-        compiler = shlex.split((made / "flags").read_text())
+        compiler = [flag for flag in shlex.split((made / "flags").read_text()) if flag != "-g"]
         (own / file).write_text(source, encoding="utf-8")
         stages = self.tree / "stages"
         include = ["-I", str(stages / "cpu"), "-I", str(stages / stage)]
