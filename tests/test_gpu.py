@@ -364,11 +364,12 @@ HAZARDS = [
     ("half_is_held_before", {}, 60), ("half_is_held_afterwards", {}, 60),
     ("first_step_beside_another_kernel", {"CUDA_MODULE_LOADING": "LAZY"}, 60),
     ("first_step_beside_another_kernel", {"CUDA_MODULE_LOADING": "EAGER"}, 60),
-    ("all_one_launch_stages_at_once", {}, 60),
-    ("no_memory_for_the_scratch", {}, 90),
+    ("all_one_launch_stages_at_once", {}, 60), ("no_memory_for_the_scratch", {}, 90),
 ]
 TOGETHER = [   # to these it is all the same what else the GPU does
-    ("a_million_steps", {}, 150), ("another_process_is_killed_in_a_step", {}, 120), ("numbers", {"LAYERS_ON": "gpu"}, 150), ("counters_that_wrap", {}, 120), ("graphs", {}, 60), ("plain_steps", {"CUDA_LAUNCH_BLOCKING": "1"}, 60),
+    ("a_million_steps", {}, 150), ("another_process_is_killed_in_a_step", {}, 120),
+    ("numbers", {"LAYERS_ON": "gpu"}, 150), ("counters_that_wrap", {}, 120), ("graphs", {}, 60),
+    ("plain_steps", {"CUDA_LAUNCH_BLOCKING": "1"}, 60),
     ("a_cache_of_more_than_2_to_the_31_elements", {}, 90), ("a_process_ends_in_the_middle_of_a_step", {}, 60),
 ]
 
