@@ -1,6 +1,7 @@
 """What becomes of a layer: built and torn down a thousand times, failing half-way, left behind at
 the end, and after so many steps that its counters wrap; on the CPU target."""
 import ctypes
+import os
 import random
 import re
 import sys
@@ -37,7 +38,8 @@ def test_a_thousand_layers_leave_no_memory_behind(stage):
     layer.step(ref.make_x(SMALL, 1, 130), 130)
     layer.teardown()
     before = layers.free_bytes(layer.lib)
-    for i in range(1000):
+    builds = 400 if os.environ.get("LAYER_LIBRARY") else 1000     # of a mutant some hundred tell
+    for i in range(builds):
         assert layer.build() == 0
         if i % 100 == 0:
             layer.step(ref.make_x(SMALL, 1, 130), 130)
@@ -45,7 +47,7 @@ def test_a_thousand_layers_leave_no_memory_behind(stage):
         if i == 100:
             host = host_bytes()
     assert layers.free_bytes(layer.lib) == before
-    assert host_bytes() - host < 100_000           # a leaked handle would be 900 times some hundred bytes
+    assert host_bytes() - host < 110 * (builds - 100)   # a leaked handle is some hundred bytes each time
 
 
 @pytest.mark.parametrize("stage", STAGES)
