@@ -7,8 +7,8 @@ set by LaTeX in the document's font. Nothing in it is measured. Sizes in bytes a
 from SHAPE, and the launches of a stage are counted from the lists below, so that neither is
 typed into a figure. Shades are told apart in grey: BLUE is dark, ORANGE medium, PALE light.
 """
+import argparse
 import pathlib
-import sys
 
 SHAPE = dict(d=8192, ffn=28672, n_q=64, n_kv=8, hd=128, keys=4112.5)   # keys: the mean of 32 steps
 BLUE, ORANGE, PALE, WHITE, INK = ((0.18, 0.36, 0.54), (0.85, 0.60, 0.30), (0.87, 0.89, 0.92),
@@ -384,4 +384,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="diagrams.py", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    main(parser.parse_args().folder)

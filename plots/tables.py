@@ -4,6 +4,7 @@ A table is CSV (RFC 4180 quoting, lines end in a newline) under lines `# key: va
 say where it was measured. An empty cell was not measured; NaN is an error. Needs nothing
 but Python, so that figures can be drawn where nothing can be measured.
 """
+import argparse
 import csv
 import io
 import math
@@ -263,4 +264,6 @@ def main(path):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="tables.py", description="Puts what was measured into a README.")
+    parser.add_argument("readme", type=pathlib.Path, help="beside it data/ and plots/")
+    sys.exit(main(parser.parse_args().readme))
