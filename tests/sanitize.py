@@ -39,10 +39,10 @@ def find():
 
 SLOT = ("a slot: the bulk copies complete a phase of its mbarrier full, which every lane waits for; the "
         "warp meets and arrives at empty, for which the next copy waits")
-VECTOR = ("the vector: the loaders meet and one publishes it with release, which a lane acquires before its "
-          "warp meets; it is written over after its chunks were counted with release, and that acquired")
-QUERIES = ("a unit's queries: published like a vector; written over after all of the unit's tiles have "
-           "arrived at their mbarriers")
+VECTOR = ("the vector: the loaders meet and one arrives at its mbarrier, which every lane waits for; it is "
+          "written over after its chunks were counted with release, and that acquired")
+QUERIES = ("a unit's queries: the loaders meet and one publishes them with release, which a lane acquires "
+           "before its warp meets; written over after all of the unit's tiles have arrived at their mbarriers")
 SUMS = ("a tile's sums: the warp meets and arrives at the place's mbarrier, which every loader waits for; "
         "the place is used again after a number was published that says it is merged")
 AFTER = ("the sums of tiles lie where the vector of Q, K and V was: its chunks were counted with release "
@@ -59,18 +59,18 @@ ORDERED = {
     ("bulk_load", "score_tile"): (SLOT, "a tile's slot is given back before it is scored"),
     ("bulk_load", "fetch_row"): (SLOT, "a tile's slot is given back before it is scored"),
     ("bulk_load", "sum_tile"): (SLOT, "__syncwarp gone before a tile's slot is given back"),
-    ("dot", "put_words"): (VECTOR, "consumers do not wait for the newest vector"),
-    ("multiply_chunk", "put_vector"): (VECTOR, "consumers do not wait for the newest vector"),
-    ("score_tile", "split_pair"): (QUERIES, "vector published before all loaders have stored it"),
+    ("dot", "put_words"): (VECTOR, "consumers do not wait for the vector"),
+    ("multiply_chunk", "put_vector"): (VECTOR, "consumers do not wait for the vector"),
+    ("score_tile", "split_pair"): (QUERIES, "queries published before all loaders have stored them"),
     ("merge", "sum_tile"): (SUMS, "a tile's place given away before it is merged"),
     ("merge_tiles", "sum_tile"): (SUMS, "a tile's place given away before it is merged"),
     ("merge_tiles", "soften"): (SUMS, "a tile of a unit not waited for"),
-    ("soften", "soften"): (SUMS, "consumers do not wait for the newest vector"),
-    ("sum_tile", "sum_tile"): (SUMS, "consumers do not wait for the newest vector"),
+    ("soften", "soften"): (SUMS, "a tile does not wait for the newest queries"),
+    ("sum_tile", "sum_tile"): (SUMS, "a tile does not wait for the newest queries"),
     ("dot", "sum_tile"): (AFTER, "no wait for queries, keys and values"),
     ("put_words", "sum_tile"): (AFTER, "a tile of a unit not waited for"),
     ("consume", "offer"): (TAG, "a slot is read before it is full"),
-    ("publish_in_block", "wait_in_block"): (COUNT, "consumers do not wait for the newest vector"),
+    ("publish_in_block", "wait_in_block"): (COUNT, "a tile does not wait for the newest queries"),
     ("add_in_block", "wait_in_block"): (COUNT, "block's chunks of gate and up not waited for"),
 }
 ACCESS = r"(?:Read|Write) access at (?:\w+ )*(\w+)\(.*"

@@ -60,7 +60,7 @@ struct fiber {
     /* fiber: what its next fences will act on */
     unsigned n_loads, n_inits;
     const uint32_t *loads[8]; // addresses loaded in relaxed order since the last fence
-    uint64_t *inits[32];      // mbarriers initialised and not yet shown to the engine
+    uint64_t *inits[64];      // mbarriers initialised and not yet shown to the engine
 #ifdef CPU_UCONTEXT
     ucontext_t context;
 #endif
@@ -908,12 +908,12 @@ void mbarrier_init(uint64_t *b, uint32_t count)
         fail("mbarrier_init: a count of %u", count);
     writes(b, 8);
     *m = (struct mbarrier){.pending = count, .count = count, .valid = 1};
-    self->inits[self->n_inits++ % 32] = b;
+    self->inits[self->n_inits++ % 64] = b;
 }
 
 void mbarrier_init_fence(void)
 {
-    for (unsigned i = 0; i < self->n_inits && i < 32; i++)
+    for (unsigned i = 0; i < self->n_inits && i < 64; i++)
         ((struct mbarrier *)self->inits[i])->valid = 2;
     self->n_inits = 0;
     maybe_pause();

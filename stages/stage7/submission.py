@@ -411,11 +411,12 @@ struct position {
 
 /* how many slots, and the keys of a tile */
 enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { OPEN = 3 };         /* products of a block that are open at a time */
 enum { TILE_KEYS = 64 };   /* keys of a tile */
-enum { SHARED_BYTES = 1280 };   /* before the vector, which is before the slots */
+enum { SHARED_BYTES = 1536 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
-enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES, NOTHING };
 
 enum {
     LOADER_WARPS = 8,   /* one for each head of a tile */
@@ -514,16 +515,18 @@ DEVICE int64_t position(struct position p)
 struct tag {
     int32_t phase, part;   /* part: group of ATTEND, piece of GATE_UP and DOWN */
     int32_t item;          /* the tile within the unit, or the chunk */
-    int32_t vector;        /* the vector of this block that it needs */
+    int32_t vector;        /* that it needs: of the products', or how many queries */
     int32_t last;          /* of this warp in this phase and piece */
     int32_t tile;          /* of ATTEND: its number among all tiles of the group */
 };
 
 struct shared {
-    uint64_t full[MAX_WARPS], empty[MAX_WARPS];   /* mbarriers of the slots */
-    uint64_t tiles[UNIT_TILES];    /* mbarriers: the tile in this place is summed */
+    uint64_t full[MAX_WARPS];      /* mbarriers: a slot's bytes have arrived */
+    uint64_t empty[2][MAX_WARPS];  /* a slot is given back, in even laps and in odd */
+    uint64_t placed[DOWN + PARTS]; /* the vector of a product is in place */
+    uint64_t tiles[UNIT_TILES];    /* the tile in this place is summed */
     struct tag tag[MAX_WARPS];     /* what each slot holds */
-    uint32_t vectors;              /* vectors put in place so far */
+    uint32_t queries;              /* queries put in place so far, or places merged */
     uint32_t gated;                /* chunks of gate and up that are multiplied */
     float scale;                   /* of the vector in place */
     float sums[LOADER_WARPS];
@@ -531,6 +534,16 @@ struct shared {
     struct layer_args args;        /* a copy of the kernel's argument */
 };
 enum { SHARED_FITS = 1 / (sizeof(struct shared) <= SHARED_BYTES) };
+
+DEVICE void give_back(struct shared *s, int w, uint32_t lap)
+{
+    mbarrier_arrive(s->empty[lap % 2] + w);
+}
+
+DEVICE void wait_until_given_back(struct shared *s, int w, uint32_t lap)
+{
+    mbarrier_wait(s->empty[lap % 2] + w, lap / 2 % 2);
+}
 
 DEVICE struct shared *block_state(void)
 {
@@ -596,7 +609,7 @@ DEVICE struct share share_of_down(const struct layer_args *a)
     return s;
 }
 
-DEVICE int vector_of_tile(int item)   /* after the queries of its unit */
+DEVICE int queries_of_tile(int item)   /* after those of its unit */
 {
     return item < UNIT_TILES ? 0 : item - UNIT_TILES + 1;
 }
@@ -670,23 +683,30 @@ DEVICE void put_eight(uint16_t *hi, int64_t n, int64_t j, struct eight x)
 /* stream: what the producer remembers */
 struct producer {
     uint64_t policy;
-    int w;               /* the next slot */
-    uint32_t parities;   /* of each slot's empty barrier, a bit each */
+    int w;          /* the next slot */
+    uint32_t lap;   /* how often the ring was filled before */
 };
 
 /* stream: offer a slot, and move on */
 DEVICE void offer(struct shared *s, const struct producer *p, struct tag tag,
                   uint32_t bytes)
 {
-    mbarrier_wait(s->empty + p->w, p->parities >> p->w & 1);
+    wait_until_given_back(s, p->w, p->lap - 1);
     s->tag[p->w] = tag;
     mbarrier_expect(s->full + p->w, bytes);
 }
 
-DEVICE void next_slot(const struct layer_args *a, struct producer *p, int used)
+DEVICE void next_slot(const struct layer_args *a, struct producer *p)
 {
-    p->parities ^= (uint32_t)used << p->w;
-    if (++p->w == a->g.warps) p->w = 0;
+    if (++p->w < a->g.warps) return;
+    p->w = 0;
+    p->lap++;
+}
+
+DEVICE void finish_lap(const struct layer_args *a, struct shared *s, struct producer *p)
+{
+    struct tag nothing = { NOTHING, 0, 0, 0, 0, 0 };
+    for (; p->w; next_slot(a, p)) offer(s, p, nothing, 0);
 }
 
 /* stream: copy rows into a slot */
@@ -737,7 +757,7 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
 }
 
 DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
-                         struct producer *p, int phase, int vector)
+                         struct producer *p, int phase)
 {
     int n = phase == OUT ? a->n_q * a->hd : (int)a->d, step = (int)gridDim.x;
     int pairs = a->g.pairs[phase], chunks = a->g.chunks[phase];
@@ -755,11 +775,11 @@ DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
         while (c >= (part + 1) * part_chunks) part++;   /* of down, that it feeds */
         int next = c + a->g.warps * step;
         int last = next >= chunks || next >= (part + 1) * part_chunks;
-        struct tag tag = { phase, part, c, vector, last, 0 };
+        struct tag tag = { phase, part, c, phase, last, 0 };
         offer(s, p, tag, (uint32_t)(4 * r.count * n));
         copy(a, s, p, 0, r.low, r.count * n);
         copy(a, s, p, 2 * r.count * n, r.high, r.count * n);
-        next_slot(a, p, 1);
+        next_slot(a, p);
     }
 }
 
@@ -771,31 +791,31 @@ DEVICE int64_t piece_width(const struct layer_args *a, int piece)
 }
 
 DEVICE void produce_down(const struct layer_args *a, struct shared *s,
-                         struct producer *p, int piece, int vector)
+                         struct producer *p, int piece)
 {
     struct share share = share_of_down(a);
     int n = (int)piece_width(a, piece), step = share.teams, chunks = a->g.chunks[DOWN];
     int64_t pairs = a->g.pairs[DOWN], half = a->d / 2 * a->ffn;
     const uint16_t *low = a->down + share.team * pairs * a->ffn
                         + (int64_t)piece * a->g.piece;
-    while (p->w) next_slot(a, p, 0);   /* each of a row's pieces to the same warp */
+    finish_lap(a, s, p);   /* each of a row's pieces to the same warp */
     for (int c = share.team; c < chunks; c += step, low += step * pairs * a->ffn) {
         int last = c + a->g.warps * step >= chunks, count = pairs_in(a, DOWN, c);
-        struct tag tag = { DOWN, piece, c, vector, last, 0 };
+        struct tag tag = { DOWN, piece, c, DOWN + piece, last, 0 };
         offer(s, p, tag, (uint32_t)(4 * count * n));
         UNROLL(1)
         for (int r = 0; r < count; r++) {
             copy(a, s, p, 2 * r * n, low + r * a->ffn, n);
             copy(a, s, p, 2 * (r + count) * n, low + r * a->ffn + half, n);
         }
-        next_slot(a, p, 1);
+        next_slot(a, p);
     }
 }
 
 /* stream: produce a unit of attention */
 DEVICE int produce_unit(const struct layer_args *a, struct shared *s,
                         struct producer *p, struct span n, int64_t pos, int unit,
-                        int vector)   /* returns the next one */
+                        int queries)   /* so far; returns as many with these */
 {
     int group = unit % a->g.groups, kv = group / a->g.octets;
     int split = unit / a->g.groups, start = first_tile(n, split);
@@ -804,36 +824,36 @@ DEVICE int produce_unit(const struct layer_args *a, struct shared *s,
         int64_t first = (int64_t)t * TILE_KEYS, old = pos - first;
         if (old > TILE_KEYS) old = TILE_KEYS;
         int64_t at = (kv * a->pos.rows + first) * a->hd;
-        struct tag tag = { ATTEND, group, t - start, vector + vector_of_tile(t - start),
-                           0, t };
+        struct tag tag = { ATTEND, group, t - start,
+                           queries + queries_of_tile(t - start), 0, t };
         offer(s, p, tag, (uint32_t)(4 * old * a->hd));
         if (old) {
             copy(a, s, p, 0, a->k_cache + at, old * a->hd);
             copy(a, s, p, 2 * TILE_KEYS * a->hd, a->v_cache + at, old * a->hd);
         }
-        next_slot(a, p, 1);
+        next_slot(a, p);
     }
-    return vector + vector_of_tile(end - start - 1) + 1;
+    return queries + queries_of_tile(end - start - 1) + 1;
 }
 
 /* stream: produce all of it, in order */
 DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
 {
-    struct producer p = { evict_first(), 0, ~0u };   /* every first wait passes */
+    struct producer p = { evict_first(), 0, 0 };
     struct span n = span_at(a, pos);
-    int vector = 0, units = units_of_block(a, n);
+    int queries = 0, units = units_of_block(a, n);
     for (int phase = QKV; phase < DOWN; phase++)
-        if (phase != ATTEND) produce_rows(a, s, &p, phase, vector++);
+        if (phase != ATTEND) produce_rows(a, s, &p, phase);
         else for (int u = 0; u < units; u++)
-            vector = produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x),
-                                  vector);
+            queries = produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x),
+                                   queries);
     for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
          piece += (int)gridDim.x)
-        produce_down(a, s, &p, piece, vector++);
+        produce_down(a, s, &p, piece);
     for (int w = 0; w < a->g.warps; w++) {
         struct tag end = { THE_END, 0, 0, 0, 0, 0 };
         offer(s, &p, end, 0);
-        next_slot(a, &p, 1);
+        next_slot(a, &p);
     }
 }
 
@@ -847,10 +867,16 @@ DEVICE void wait_for_phase(const struct layer_args *a, int phase, int part,
     loaders_meet();
 }
 
-DEVICE void publish(const struct layer_args *a, struct shared *s, uint32_t vector)
+DEVICE void announce(const struct layer_args *a, struct shared *s, int vector)
 {
     loaders_meet();
-    if (loader_thread(a) == 0) publish_in_block(&s->vectors, vector);
+    if (loader_thread(a) == 0) mbarrier_arrive(s->placed + vector);
+}
+
+DEVICE void publish(const struct layer_args *a, struct shared *s, uint32_t queries)
+{
+    loaders_meet();
+    if (loader_thread(a) == 0) publish_in_block(&s->queries, queries);
 }
 
 /* stream: put a vector in place */
@@ -1059,38 +1085,38 @@ DEVICE void merge_slice(const struct layer_args *a, struct span n, int group, in
 }
 
 DEVICE uint32_t attend_unit(const struct layer_args *a, struct shared *s, struct span n,
-                            int unit, uint32_t *parities, uint32_t vector)
-{                                        /* returns the last vector that it published */
+                            int unit, uint32_t *parities, uint32_t queries)
+{                                        /* returns the last count that it published */
     int group = unit % a->g.groups, split = unit / a->g.groups, t = loader_thread(a);
     int tiles = first_tile(n, split + 1) - first_tile(n, split);
     int step = tiles > UNIT_TILES ? 1 : tiles;
     struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
     put_queries(a, group);
-    publish(a, s, ++vector);
+    publish(a, s, ++queries);
     UNROLL(1)
     for (int i = 0; i < tiles; i += step) {
         wait_for_tiles(s, i % UNIT_TILES, step, parities);
         merge_tiles(a, s, &m, i % UNIT_TILES, step);
-        if (i + UNIT_TILES < tiles) publish(a, s, ++vector);
+        if (i + UNIT_TILES < tiles) publish(a, s, ++queries);
     }
     store_unit(a, &m, group, split);
     loaders_meet();
     if (t == 0)
         atomic_add_release(a->units_done + group * LINE, share_of_unit(a, n, split));
-    return vector;
+    return queries;
 }
 
 APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     uint32_t launch = a->launches[blockIdx.x];
-    uint32_t vector = 0, parities = 0;   /* of the places of tiles, a bit each */
+    uint32_t queries = 0, parities = 0;   /* of the places of tiles, a bit each */
     struct span n = span_at(a, pos);
     int t = loader_thread(a);
     put_vector(a, s, 0, a->x, a->in_norm, a->d);
-    publish(a, s, ++vector);
+    announce(a, s, QKV);
     if (units_of_block(a, n)) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);
     for (int u = (int)blockIdx.x; u < n.units * a->g.groups; u += (int)gridDim.x)
-        vector = attend_unit(a, s, n, u, &parities, vector);
+        queries = attend_unit(a, s, n, u, &parities, queries);
     /* merge this block's slices */
     for (int u = (int)blockIdx.x; u < n.units * a->g.groups; u += (int)gridDim.x) {
         int group = u % a->g.groups, most = a->g.max_units;
@@ -1101,10 +1127,10 @@ APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t po
     }
     wait_for_phase(a, ATTEND, 0, launch, a->g.groups * a->g.max_units);
     put_vector(a, s, a->attended, 0, 0, (int64_t)a->n_q * a->hd);
-    publish(a, s, ++vector);
+    announce(a, s, OUT);
     wait_for_phase(a, OUT, 0, launch, a->g.chunks[OUT]);
     put_vector(a, s, a->x1, 0, a->post_norm, a->d);
-    publish(a, s, ++vector);
+    announce(a, s, GATE_UP);
     /* put the pieces of the gated vector in place */
     int before = -1;
     for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
@@ -1115,7 +1141,7 @@ APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t po
         if (before >= 0) wait_for_phase(a, DOWN, before, launch, a->g.chunks[DOWN]);
         loaders_meet();
         put_vector(a, s, a->act + (int64_t)piece * a->g.piece, 0, 0, piece_width(a, piece));
-        publish(a, s, ++vector);
+        announce(a, s, DOWN + piece);
         before = piece;
     }
     if (t == 0) a->launches[blockIdx.x] = launch + 1;
@@ -1152,7 +1178,7 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
     int at = 32 * segment + lane_id() % 4 * 8;
     const uint16_t *row = (g % 2 ? high : low) + at;
     int lo = (int)padded(n), k = 0;
-    float c[2][2][4] = {{{ 0 }}};
+    float c[2][2][2][4] = {{{{ 0 }}}};   /* two sets, used by turns */
     x += 8 * lane_id();
     if (n >= DEPTH * STRIPE) {
         /* multiply several stripes at a time */
@@ -1162,16 +1188,16 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
         UNROLL(1)
         for (k = DEPTH * STRIPE; k + DEPTH * STRIPE <= n; k += DEPTH * STRIPE)
             for (int u = 0; u < DEPTH; u++) {
-                multiply_stripe(c, s[u]);
+                multiply_stripe(c[u % 2], s[u]);
                 s[u] = read_stripe(row + k + STRIPE * u, x + k + STRIPE * u, lo);
             }
         for (int u = 0; u < DEPTH - 1; u++)
             if (k + STRIPE <= n) {
-                multiply_stripe(c, s[u]);
+                multiply_stripe(c[u % 2], s[u]);
                 s[u] = read_stripe(row + k, x + k, lo);
                 k += STRIPE;
             }
-        for (int u = 0; u < DEPTH; u++) multiply_stripe(c, s[u]);
+        for (int u = 0; u < DEPTH; u++) multiply_stripe(c[u % 2], s[u]);
     }
     /* multiply what is left of the rows */
     UNROLL(1)
@@ -1181,12 +1207,13 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
         if (k + at + STRIPE / 2 < n) s.w[1] = *(const bits128 *)(row + k + STRIPE / 2);
         s.hi = *(const bits128 *)(x + k);
         s.lo = *(const bits128 *)(x + k + lo);
-        multiply_stripe(c, s);
+        multiply_stripe(c[0], s);
     }
     /* add up the segments */
     float sum = 0;
     for (int half = 0; half < 2; half++)
-        for (int i = 0; i < 2; i++) sum += c[half][i][0] + c[half][i][3];
+        for (int i = 0; i < 2; i++)
+            for (int u = 0; u < 2; u++) sum += c[u][half][i][0] + c[u][half][i][3];
     if (lane_id() % 4 != segment) sum = 0;
     sum += shfl_xor_f32(sum, 1);
     sum += shfl_xor_f32(sum, 2);
@@ -1274,7 +1301,7 @@ DEVICE void finish_down(const struct layer_args *a, struct tag tag, int w)
 
 /* stream: multiply the rows of a chunk */
 DEVICE void multiply_chunk(const struct layer_args *a, struct shared *s, int64_t pos,
-                           int w, struct tag tag)
+                           int w, uint32_t lap, struct tag tag)
 {
     const uint16_t *weights = (const uint16_t *)slot(a, w);
     const uint16_t *vector = (const uint16_t *)vector_area();
@@ -1290,7 +1317,7 @@ DEVICE void multiply_chunk(const struct layer_args *a, struct shared *s, int64_t
     }
     mine.low *= s->scale, mine.high *= s->scale;
     __syncwarp();
-    if (lane_id() == 0) mbarrier_arrive(s->empty + w);
+    if (lane_id() == 0) give_back(s, w, lap);
     /* store the sums */
     if (lane_id() < count) {
         int64_t i = (int64_t)tag.item * a->g.pairs[tag.phase] + lane_id();
@@ -1411,7 +1438,7 @@ DEVICE void sum_tile(const struct layer_args *a, uint32_t weight[SIXTEENS][4],
 }
 
 APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos, int w,
-                       struct tag tag)
+                       uint32_t lap, struct tag tag)
 {
     uint16_t *K = (uint16_t *)slot(a, w), *V = K + TILE_KEYS * a->hd;
     int64_t first = (int64_t)tag.tile * TILE_KEYS;
@@ -1428,9 +1455,19 @@ APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos
     proxy_fence();
     __syncwarp();
     if (lane_id() == 0) {
-        mbarrier_arrive(s->empty + w);
+        give_back(s, w, lap);
         mbarrier_arrive(s->tiles + place);
     }
+}
+
+/* stream: wait for the turn */
+DEVICE void wait_for_turn(const struct layer_args *a, struct shared *s, int w,
+                          uint32_t lap)
+{
+    if (a->g.warps <= OPEN) return;
+    int older = w - OPEN;
+    if (older < 0) older += a->g.warps, lap--;
+    wait_until_given_back(s, older, lap);
 }
 
 /* stream: a consumer's life */
@@ -1438,19 +1475,29 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
 {
     uint32_t chunks = 0;   /* finished and not yet counted */
     int timed = -1;        /* the phase whose start this warp has marked */
-    for (uint32_t parity = 0;; parity ^= 1) {
-        mbarrier_wait(s->full + w, parity);
+    for (uint32_t lap = 0;; lap++) {
+        mbarrier_wait(s->full + w, lap % 2);
         struct tag tag = s->tag[w];
         if (tag.phase == THE_END) return;
-        if (lane_id() == 0) wait_in_block(&s->vectors, (uint32_t)tag.vector + 1);
+        /* wait for the vector, and for the turn */
+        if (tag.phase == ATTEND) {
+            if (lane_id() == 0) wait_in_block(&s->queries, (uint32_t)tag.vector + 1);
+        } else if (tag.phase != NOTHING) {
+            mbarrier_wait(s->placed + tag.vector, 0);
+            wait_for_turn(a, s, w, lap);
+        }
         __syncwarp();
+        if (tag.phase == NOTHING) {
+            if (lane_id() == 0) give_back(s, w, lap);
+            continue;
+        }
         if (tag.phase != timed) MARK(a, START, timed = tag.phase);
         if (tag.phase == ATTEND) {
-            attend_tile(&s->args, s, pos, w, tag);
+            attend_tile(&s->args, s, pos, w, lap, tag);
             MARK(a, END, ATTEND);
             continue;
         }
-        multiply_chunk(a, s, pos, w, tag);
+        multiply_chunk(a, s, pos, w, lap, tag);
         MARK(a, END, tag.phase);
         chunks++;
         if (!tag.last) continue;
@@ -1476,10 +1523,11 @@ whole_layer(const IN_PLACE struct layer_args a)
     if (threadIdx.x == 0) {
         for (int w = 0; w < a.g.warps; w++) {
             mbarrier_init(s->full + w, 1);
-            mbarrier_init(s->empty + w, 1);
+            for (int odd = 0; odd < 2; odd++) mbarrier_init(s->empty[odd] + w, 1);
         }
+        for (int i = 0; i < DOWN + a.g.pieces; i++) mbarrier_init(s->placed + i, 1);
         for (int i = 0; i < UNIT_TILES; i++) mbarrier_init(s->tiles + i, 1);
-        s->vectors = s->gated = 0;
+        s->queries = s->gated = 0;
         mbarrier_init_fence();
     }
     wait_for_prerequisites();
@@ -1601,11 +1649,12 @@ struct position {
 
 /* how many slots, and the keys of a tile */
 enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { OPEN = 3 };         /* products of a block that are open at a time */
 enum { TILE_KEYS = 64 };   /* keys of a tile */
-enum { SHARED_BYTES = 1280 };   /* before the vector, which is before the slots */
+enum { SHARED_BYTES = 1536 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
-enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES, NOTHING };
 
 enum {
     LOADER_WARPS = 8,   /* one for each head of a tile */

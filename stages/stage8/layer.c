@@ -18,11 +18,12 @@ struct position {
 
 /* packed: how many slots, and the keys of a tile */
 enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { OPEN = 4 };         /* products of a block that are open at a time */
 enum { TILE_KEYS = 48 };   /* keys of a tile */
-enum { SHARED_BYTES = 1536 };   /* before the vector, which is before the slots */
+enum { SHARED_BYTES = 1792 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
-enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES };
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES, NOTHING };
 
 enum {
     LOADER_WARPS = 8,   /* one for each head of a tile */
