@@ -80,7 +80,14 @@ MUTANTS = [
      "            wait_for_turn(a, s, w, lap);\n        }\n"),
     ("products do not wait for their turn", "            wait_for_turn(a, s, w, lap);\n", ""),
     ("a product waits for the turn of the next lap", "older += a->g.warps, lap--;", "older += a->g.warps;"),
-    ("one barrier for the give-backs of all laps, its parity that of the lap",
+    ("one barrier for the give-backs of all laps",
+     "    mbarrier_arrive(s->empty[lap % 2] + w);\n}\n\n"
+     "DEVICE void wait_until_given_back(struct shared *s, int w, uint32_t lap)\n{\n"
+     "    mbarrier_wait(s->empty[lap % 2] + w, lap / 2 % 2);",
+     "    mbarrier_arrive(s->empty[0 * lap] + w);\n}\n\n"
+     "DEVICE void wait_until_given_back(struct shared *s, int w, uint32_t lap)\n{\n"
+     "    mbarrier_wait(s->empty[0] + w, lap % 2);"),
+    ("parity of a give-back is that of its lap",
      "    mbarrier_wait(s->empty[lap % 2] + w, lap / 2 % 2);", "    mbarrier_wait(s->empty[lap % 2] + w, lap % 2);"),
     ("the rest of a lap is left out", "offer(s, p, nothing, 0);", ";"),
     ("nothing is not given back",

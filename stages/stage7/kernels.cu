@@ -478,7 +478,7 @@ DEVICE int64_t position(struct position p)
 struct tag {
     int32_t phase, part;   /* part: group of ATTEND, piece of GATE_UP and DOWN */
     int32_t item;          /* the tile within the unit, or the chunk */
-    int32_t vector;        /* that it needs: of the products', or how many queries */
+    int32_t vector;        /* that a product needs; of ATTEND: the count before it */
     int32_t last;          /* of this warp in this phase and piece */
     int32_t tile;          /* of ATTEND: its number among all tiles of the group */
 };
@@ -1141,7 +1141,7 @@ DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t
     int at = 32 * segment + lane_id() % 4 * 8;
     const uint16_t *row = (g % 2 ? high : low) + at;
     int lo = (int)padded(n), k = 0;
-    float c[2][2][2][4] = {{{{ 0 }}}};   /* two sets, used by turns */
+    float c[2][2][2][4] = {{{{ 0 }}}};   /* the middle stripe's apart */
     x += 8 * lane_id();
     if (n >= DEPTH * STRIPE) {
         /* multiply several stripes at a time */

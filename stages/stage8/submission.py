@@ -549,7 +549,7 @@ DEVICE int64_t position(struct position p)
 struct tag {
     int32_t phase, part;   /* part: group of ATTEND, piece of GATE_UP and DOWN */
     int32_t item;          /* the tile within the unit, or the chunk */
-    int32_t vector;        /* that it needs: of the products', or how many queries */
+    int32_t vector;        /* that a product needs; of ATTEND: the count before it */
     int32_t last;          /* of this warp in this phase and piece */
     int32_t tile;          /* of ATTEND: its number among all tiles of the group */
 };
