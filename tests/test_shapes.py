@@ -22,6 +22,7 @@ MODELS = {
 # down with 16 query heads a KV head; sixteen pieces of down, and three KV heads.
 ODD = {"wide": (8192, 192, 2, 1, 64), "tall": (64, 12864, 64, 4, 128), "pieces": (64, 4096, 9, 3, 64)}
 SCRATCH = 8 << 20       # bytes, at any length of the cache
+STATE = 1536            # bytes of shared memory before the vector
 CHUNK = 16 << 10, 48 << 10
 
 
@@ -76,7 +77,7 @@ def test_a_model_is_cut_well(model, rows):
     scratch, warps, slot, vector, pieces, groups, units, *chunks, shared = map(int, numbers)
     assert scratch <= SCRATCH
     assert all(CHUNK[0] <= chunk <= min(slot, CHUNK[1]) for chunk in chunks)
-    assert warps * slot >= 160 << 10 and shared == 1280 + vector + warps * slot <= 232448
+    assert warps * slot >= 160 << 10 and shared == STATE + vector + warps * slot <= 232448
     assert groups * units == 128 and groups == n_kv   # one unit a multiprocessor, a key read once
     assert 4 * max(d, n_q * hd, -(-ffn // pieces)) <= vector
 
@@ -130,9 +131,9 @@ def test_a_grid_without_room_is_refused_with_the_numbers():
     shape = MODELS["llama-3-70b"][0]
     status, allocated, text = refusal(shape, 4224, "no-block")
     assert status == 5 and allocated == 0
-    assert text == "a block of 480 threads and 230656 bytes of shared memory does not fit on a multiprocessor"
+    assert text == "a block of 480 threads and 230912 bytes of shared memory does not fit on a multiprocessor"
     status, _, text = refusal(shape, 4224, "no-grid")
-    assert status == 5 and "3 blocks of 480 threads and 230656 bytes" in text and "cooperative" in text
+    assert status == 5 and "3 blocks of 480 threads and 230912 bytes" in text and "cooperative" in text
 
 
 # ------------------------------------------------------------------------- on the CPU target
