@@ -18,7 +18,7 @@ ROOTS := \
   $(addprefix stages/oracle/,oracle.h oracle.c) \
   $(addprefix stages/cpu/,cuda_runtime_api.h device.h cpu.c selftest.cu selftest.c) \
   $(foreach n,$(WEB_STAGES),$(addprefix stages/stage$n/,layer.h layer.c kernels.cu probes.cu driver.c)) \
-  stages/stage7/submission.py stages/stage8/submission.py
+  stages/stage7/queue.cu stages/stage7/submission.py stages/stage8/submission.py
 
 # What is built is whatever folders there are; layer.nw is not asked.
 STAGES_HERE := $(patsubst stages/stage%/,%,$(sort $(wildcard stages/stage?/)))
@@ -44,6 +44,7 @@ help:
 	@echo '                  ONLY="70b mistral" some'
 	@echo 'make traffic      bytes read and written by stages 4 and 5, by the hardware counters'
 	@echo 'make peers        measures PyTorch and the cuBLAS products beside stage 7 -> data/peers.csv'
+	@echo 'make queue        what a load costs beside the stream, by bytes in flight -> data/queue.csv'
 	@echo 'make exponents    how weights use their exponents -> data/exponents.csv; needs no GPU'
 	@echo 'make resources    registers, spills and code of every kernel -> data/resources.csv; needs nvcc, no GPU'
 	@echo 'make timeline     when each multiprocessor worked on which phase -> data/timeline-N.csv; N=7 one stage'
@@ -241,6 +242,10 @@ $(STAGES_HERE:%=$(G)/stage%/driver): $(G)/stage%/driver: \
 	@echo "  LINK  $@"
 	@$(NVCC) -o $@ $(filter %.o,$^) -lm
 
+$(G)/stage7/queue: $(G)/stage7/queue.o
+	@echo "  LINK  $@"
+	@$(NVCC) -o $@ $<
+
 $(STAGES_HERE:%=$(G)/stage%/liblayer.so): $(G)/stage%/liblayer.so: $(addprefix $(G)/stage%/,kernels.o layer.o)
 	@echo "  LINK  $@"
 	@$(NVCC) -shared -o $@ $(filter %.o,$^)
@@ -300,11 +305,11 @@ grade: | $(FIRST)
 # goes wrong, the old table stays. The read-only limit comes from stage 7's driver.
 STAGES :=
 
-# $(call measure,COMMAND AND OPTIONS,STAGES THAT MUST BE BUILT)
+# $(call measure,COMMAND AND OPTIONS,STAGES THAT MUST BE BUILT,OTHER FILES INSTEAD)
 define measure
 $(gpu_is_here) || { echo '$@: no NVIDIA GPU here'; exit 2; }; \
 [ -n '$(NVCC)' ] || { echo '$@: there is a GPU but no nvcc'; exit 2; }; \
-$(MAKE) -s DEBUG= $(2:%=build/gpu/stage%/liblayer.so) build/gpu/stage7/driver; \
+$(MAKE) -s DEBUG= $(or $(3),$(2:%=build/gpu/stage%/liblayer.so) build/gpu/stage7/driver); \
 python=$$($(python_with_a_gpu)); \
 [ -n "$$python" ] || { echo '$@: no Python here has a PyTorch that can use the GPU'; exit 2; }; \
 "$$python" measure.py $(1)
@@ -321,6 +326,12 @@ peers: | $(FIRST) $(filter ladder,$(MAKECMDGOALS))
 .PHONY: shapes
 shapes: | $(FIRST) $(filter ladder peers,$(MAKECMDGOALS))
 	@$(call measure,shapes $(if $(ONLY),--only '$(ONLY)'),7)
+
+# What a load costs beside a stream, by bytes in flight: a program of its own.
+.PHONY: queue
+queue: | $(FIRST) $(filter ladder peers shapes,$(MAKECMDGOALS))
+	@$(call measure,queue,,build/gpu/stage7/queue)
+
 # WHEEL= a file instead of a download; where neither can be had the network is left out.
 WHEEL :=
 exponents: | $(FIRST)

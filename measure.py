@@ -4,6 +4,7 @@
     measure.py ladder [--stages "0 5 7"]   all stages, or some   -> data/ladder.csv
     measure.py peers                       PyTorch and cuBLAS    -> data/peers.csv
     measure.py shapes [--only "llama 72b"] stage 7, other layers -> data/shapes.csv
+    measure.py queue                       a load beside a stream-> data/queue.csv
 
 All draw SETS sets of weights and caches and let them take turns, so that no step finds
 its weights in the L2 cache. A sample is STEPS steps at the positions prefill,
@@ -800,6 +801,62 @@ def command_traffic(args):
     tables.write_whole(args.out, text)
 
 
+# -------------------------------------------------------------------------------- queue
+
+QUEUE_SECONDS = 300   # the program takes a few
+QUEUE_PROTOCOL = (
+    "stages/stage7/queue.cu: median of 7 samples of 6 passes over 1.728 GB of random data, 3 buffers "
+    "in rotation, one block on each multiprocessor, a ring of 192 KB; beside it one thread of each "
+    "block times relaxed loads of words in L2 that nobody writes, 200 ns apart, in the last pass; "
+    "cycles of clock64 at the rate that it has beside globaltimer in that pass")
+
+
+def run_queue():
+    """What the program prints: CSV."""
+    program = ROOT / "build" / "gpu" / "stage7" / "queue"
+    require(program.exists(), f"{program.relative_to(ROOT)} is missing: make queue builds it")
+    try:
+        done = subprocess.run([str(program)], stdin=subprocess.DEVNULL, timeout=QUEUE_SECONDS,
+                              capture_output=True, text=True, errors="replace")
+    except subprocess.TimeoutExpired:
+        raise Failed(f"the program took more than {QUEUE_SECONDS} s") from None
+    require(done.returncode == 0, f"the program ended with {done.returncode}: "
+            f"{done.stderr.strip()[-300:]}")
+    return done.stdout
+
+
+def queue_rows(text):
+    """The rows of what the program printed, each with its share of the best bandwidth."""
+    columns, rows = [name for name in tables.QUEUE if name != "x_best"], []
+    for cells in csv.DictReader(text.splitlines()):
+        require(list(cells) == columns and None not in cells.values(),
+                f"a row is not of {', '.join(columns)}: {cells}")
+        try:
+            row = {name: float(cell) for name, cell in cells.items()}
+        except ValueError as error:
+            raise Failed(f"a row has what is no number: {error}") from None
+        require(all(math.isfinite(v) and v > 0 for v in row.values()), f"a row is not positive: {cells}")
+        rows.append(row)
+    require(rows, "the program printed no rows")
+    best_tbs = max(row["tbs"] for row in rows)
+    return [dict(row, x_best=row["tbs"] / best_tbs) for row in rows]
+
+
+def measure_queue():
+    """(header, rows) of data/queue.csv."""
+    rows = queue_rows(run_queue())
+    for row in rows:
+        say("copies of {copy_kb:.0f} KB, {in_flight_kb:.0f} KB in flight: {tbs:.3f} TB/s, {x_best:.3f} of "
+            "the best; a load {load_median_ns:.0f} ns, {load_p90_ns:.0f}, {load_p99_ns:.0f}".format(**row))
+    return header_of(QUEUE_PROTOCOL), rows
+
+
+def command_queue(args):
+    header, rows = measure_queue()
+    tables.write_whole(args.out, tables.text_of(tables.QUEUE, header, rows))
+    say(f"{args.out}: {len(rows)} rows")
+
+
 # ----------------------------------------------------------------------------- commands
 
 def parse(arguments):
@@ -818,12 +875,16 @@ def parse(arguments):
     shapes = commands.add_parser("shapes", help="stage 7 on other layers -> data/shapes.csv")
     shapes.add_argument("--only", default="", help='those whose name has a word: "70b mistral"')
     shapes.set_defaults(function=command_shapes, out=str(ROOT / "data" / "shapes.csv"))
-    for command in (ladder, peers, traffic, shapes):
+    queue = commands.add_parser("queue", help="what a load costs beside the stream, by bytes in "
+                                "flight -> data/queue.csv")
+    queue.set_defaults(function=command_queue, out=str(ROOT / "data" / "queue.csv"))
+    for command in (ladder, peers, traffic, shapes, queue):
         command.add_argument("--out", help="the file written", default=argparse.SUPPRESS)
+    for command in (ladder, peers, traffic, shapes):   # of queue the program decides
         command.add_argument("--samples", type=int, default=15, help="of each; default 15")
         command.add_argument("--seed", type=int, default=1, help="of the inputs; default 1")
     args = parser.parse_args(arguments)
-    if args.samples < reference.SAMPLES:
+    if "samples" in args and args.samples < reference.SAMPLES:
         parser.error(f"--samples must be at least {reference.SAMPLES}")
     return args
 

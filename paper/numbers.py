@@ -1,7 +1,8 @@
 """Turns what was measured (data/*.csv, data/*.json) into TeX definitions on standard output.
 
 A cell of a table becomes \\measured{FILE/ROW/COLUMN}: FILE is the name without its ending,
-ROW the cell in the first column, and for a layer the number of keys as well (NAME-KEYS). A line `# KEY: VALUE` at the head of a file becomes
+ROW the cell in the first column, and for a layer the number of keys as well (NAME-KEYS), for a
+depth of the queue COPY-FLIGHT. A line `# KEY: VALUE` at the head of a file becomes
 \\measured{FILE/KEY}. A number at any depth of a JSON file becomes \\measured{FILE/KEY/KEY...}.
 Empty cells, and files that are not there, define nothing.
 
@@ -28,7 +29,9 @@ limit of its run; of data/streams.csv: streams-ROW-less, per cent of the rate of
 data/waits-N.csv: waits-N-ROW-us, what a phase waits for its vector, and waits-N-FORM-us, what of them do; of data/timeline-N.csv: timeline-N-fast, how many blocks end gate and up long before
 the others, -early, how many so end down, and -fast-gate, -slow-gate, -fast-down, -slow-down, when
 they and the others end it, us; of data/stamps-N.csv: stamps-N-ROW-FORM-link, us since the row before; of
-data/check-gpu.txt: check-gpu-passed, -failed, -skipped, -cores, and -quickest-PART and -slowest-PART, the
+data/queue.csv, with KB of a copy and KB in flight: queue-COPY-FLIGHT-tbs, -best, share of the best
+bandwidth, -less, per cent below it, -median, -p90 and -p99 of a load, ns; queue-table, all of it, and
+queue-provenance; of data/check-gpu.txt: check-gpu-passed, -failed, -skipped, -cores, and -quickest-PART and -slowest-PART, the
 host time of a step and of its parts on two of the cores, us. And from the
 shape alone, with nothing measured, \\shape{qkv} and the like: bytes.
 """
@@ -63,8 +66,10 @@ def split(path):
 
 
 def name_of(row):
-    """What a row is called: its first cell, and the length of a layer's cache."""
+    """What a row is called: its first cell, and the length of a layer's cache or the KB in flight."""
     first = next(iter(row.values()))
+    if "in_flight_kb" in row:
+        return f"{first}-{row['in_flight_kb']}"
     return f"{first}-{row['keys']}" if "shape" in row else first
 
 
@@ -124,6 +129,11 @@ def readable(path):
             rounded(f"{name}-{first}-above", above, "%.1f")
             rounded(f"{name}-{first}-limit", above and number_of(row, "us_median") - above, "%.1f")
             rounded(f"{name}-{first}-mb", float(row["bytes"]) / 1e6, "%.0f")
+    provenance_of(name, header)
+
+
+def provenance_of(name, header):
+    """Where and when a table was measured, in a line."""
     define(f"{name}-gpu", header.get("gpu", ""))
     known = [header.get("gpu")] + [f"{word} {header[key]}" for key, word in (
         ("driver", "driver"), ("cuda", "CUDA"), ("commit", "commit")) if key in header]
@@ -160,6 +170,29 @@ def layer_table(path):
               for row in split(path)[1]]
     print(r"\definemeasured{shapes-table}{\begin{tabular}{%s}\toprule %s \bottomrule\end{tabular}}"
           % ("".join(side for _, side, *_ in LAYERS), " ".join(lines)))
+
+
+DEPTHS = (("copy, KB", "copy_kb", "%.0f"), ("in flight, KB", "in_flight_kb", "%.0f"), ("TB/s", "tbs", "%.2f"),
+          ("of the best", "x_best", "%.3f"), ("median, ns", "load_median_ns", "%.0f"),
+          ("p90", "load_p90_ns", "%.0f"), ("p99", "load_p99_ns", "%.0f"))
+OF_A_DEPTH = {"us": ("us", "%.1f"), "tbs": ("tbs", "%.2f"), "best": ("x_best", "%.3f"),
+              "median": ("load_median_ns", "%.0f"), "p90": ("load_p90_ns", "%.0f"), "p99": ("load_p99_ns", "%.0f")}
+
+
+def from_queue(path):
+    """The stream and the load beside it, for each depth, and all of it as a table in TeX: queue-table."""
+    header, rows = split(path)
+    provenance_of(path.stem, header)
+    lines = [" & ".join(title for title, *_ in DEPTHS) + r" \\ \midrule"]
+    for before, row in zip([None] + rows, rows):
+        for short, (column, form) in OF_A_DEPTH.items():
+            rounded(f"{path.stem}-{name_of(row)}-{short}", row[column], form)
+        define(f"{path.stem}-{name_of(row)}-less", "%.1f" % (100 * (1 - float(row["x_best"]))))
+        other = before and before["copy_kb"] != row["copy_kb"]
+        lines.append(r"\addlinespace " * bool(other)
+                     + " & ".join(form % float(row[column]) for _, column, form in DEPTHS) + r" \\")
+    print(r"\definemeasured{queue-table}{\begin{tabular}{%s}\toprule %s \bottomrule\end{tabular}}"
+          % ("r" * len(DEPTHS), " ".join(lines)))
 
 
 def readable_grade(name, tree):
@@ -453,6 +486,8 @@ def main(folder):
             readable(path)
         if path.stem == "shapes":
             layer_table(path)
+        if path.stem == "queue":
+            from_queue(path)
         for start, read in (("changes-", from_changes), ("streams", from_streams), ("waits-", from_waits),
                             ("stamps-", from_stamps), ("timeline-", from_timeline)):
             if path.stem.startswith(start):

@@ -20,11 +20,14 @@ LADDER = ("stage", "title") + NUMBERS   # data/ladder.csv, one row a stage, in i
 PEERS = ("peer", "title") + NUMBERS     # data/peers.csv
 SIZES = ("d", "ffn", "n_q", "n_kv", "hd", "keys")
 SHAPES = ("shape",) + SIZES + LADDER    # data/shapes.csv, one row a layer and length
+QUEUE = ("copy_kb", "slots", "in_flight_kb", "us", "tbs", "load_median_ns", "load_p90_ns",
+         "load_p99_ns", "x_best")       # data/queue.csv, one row a depth of the stream
 TIMELINE = ("sm", "phase", "start_us", "end_us")   # data/timeline-N.csv
 FORMATS = dict(launches="{:.0f}", us_median="{:.2f}", us_p10="{:.2f}", us_p90="{:.2f}",
                us_graph_median="{:.2f}", tokens_per_s="{:.1f}", bytes="{:.0f}",
                copy_tbs="{:.4f}", read_tbs="{:.4f}", x_copy_floor="{:.4f}",
-               x_read_limit="{:.4f}", rel_err="{:.3e}", **{name: "{:.0f}" for name in SIZES})
+               x_read_limit="{:.4f}", rel_err="{:.3e}", us="{:.2f}", tbs="{:.4f}", x_best="{:.4f}",
+               **{name: "{:.0f}" for name in SIZES + QUEUE[:3] + QUEUE[5:8]})
 PROVENANCE = ("gpu", "driver", "cuda", "clocks", "commit", "date", "protocol")
 
 
@@ -130,6 +133,10 @@ def read_peers(path):
 def read_shapes(path):
     return read(path, SHAPES, needed=("shape", *SIZES, "title", "launches", "us_median",
                                       "us_p10", "us_p90", "bytes", "x_read_limit"))
+
+
+def read_queue(path):
+    return read(path, QUEUE, needed=QUEUE)
 
 
 def read_timeline(path):

@@ -136,6 +136,13 @@ def test_nvcc_compiles(stage):
         tools.must_make("-s", "-j2", f"build/gpu-debug/{stage}/driver", "DEBUG=1")
 
 
+def test_the_program_of_the_queue_says_what_it_lacks():
+    if tools.nvcc() is None or tools.gpu_is_here():
+        pytest.skip("no nvcc, or a GPU")
+    status, output = tools.run([str(tools.build("build/gpu/stage7/queue"))])
+    assert status == 2 and output.startswith("queue: no CUDA device"), output
+
+
 def test_a_driver_for_the_gpu_says_what_it_lacks():
     """Both versions where the driver is too old, as none at all is; else that there is no device."""
     if tools.nvcc() is None or tools.gpu_is_here():

@@ -93,10 +93,8 @@ def keys_without_a_value(asked, defined):
         stage = re.match(r"(?:ladder|traffic|account)[-/](\d+)[-/]", key)
         if stage and f"ladder-{stage.group(1)}-us" not in defined:
             continue
-        name = re.match(r"[^/]*(?=/)|shapes(?=-)", key)
+        name = re.match(r"[^/]*(?=/)|(?:shapes|queue)(?=-)", key)
         if name and not list((tools.ROOT / "data").glob(name.group(0) + ".*")):
-            continue
-        if key.startswith("shapes-") and not (tools.ROOT / "data" / "shapes.csv").exists():
             continue
         wrong.append(key)
     return wrong
@@ -215,6 +213,23 @@ def test_what_changes_gave_and_waits_took(tmp_path):
                        "waits-7-halves-us": "0.0"}.items():
         assert made[key] == value, key
     assert not {"changes-7-alone-gain", "changes-7-worse-xlimit", "streams-rows-less"} & set(made)
+
+
+def test_what_the_queue_costs(tmp_path):
+    """The rows are told apart by both of their sizes."""
+    (tmp_path / "queue.csv").write_text(
+        "# gpu: A card\n# commit: abc\n# date: 2026-01-02T03:04:05Z\n"
+        "copy_kb,slots,in_flight_kb,us,tbs,load_median_ns,load_p90_ns,load_p99_ns,x_best\n"
+        "16,12,192,374.02,4.6205,1890,3760,5340,1.0000\n16,12,64,376.65,4.5883,450,880,1250,0.9930\n"
+        "4,48,48,425.00,4.0663,200,400,600,0.8801\n", encoding="utf-8")
+    made = numbers_of(tmp_path)
+    for key, value in {"queue-16-192-median": "1890", "queue-16-64-median": "450", "queue-16-64-p90": "880",
+                       "queue-16-64-p99": "1250", "queue-16-64-less": "0.7", "queue-16-64-tbs": "4.59",
+                       "queue-16-64-us": "376.6", "queue-4-48-best": "0.880", "queue-16-192-less": "0.0",
+                       "queue/16-64/slots": "12", "queue-provenance": "A card, commit abc, 2026-01-02"}.items():
+        assert made[key] == value, key
+    assert made["queue-table"].count(r"\\ ") == 4 and made["queue-table"].count(r"\addlinespace") == 1
+    assert r"16 & 64 & 4.59 & 0.993 & 450 & 880 & 1250 \\" in made["queue-table"]
 
 
 def test_the_sketches_show_the_shape_that_was_measured():

@@ -142,12 +142,12 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_without_a_gpu_it_ends_with_2(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for command in ("ladder", "peers", "shapes"):
+    for command in ("ladder", "peers", "shapes", "queue"):
         assert measure.main([command]) == 2
         assert "no GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["ladder", "shapes"])
+@pytest.mark.parametrize("command", ["ladder", "shapes", "queue"])
 @pytest.mark.parametrize("raised, status", [(measure.Failed("no"), 1), (KeyboardInterrupt(), None)])
 def test_what_goes_wrong_leaves_the_old_table(tmp_path, monkeypatch, raised, status, command):
     def fail(*_):
@@ -162,6 +162,44 @@ def test_what_goes_wrong_leaves_the_old_table(tmp_path, monkeypatch, raised, sta
     else:
         assert measure.main([command, "--out", str(out)]) == status
     assert out.read_text() == "old\n"
+
+
+QUEUE = ("copy_kb,slots,in_flight_kb,us,tbs,load_median_ns,load_p90_ns,load_p99_ns\n"
+         "16,12,192,374.02,4.6205,1890,3760,5340\n16,12,64,377.00,4.5743,450,880,1250\n")
+
+
+def test_the_queue_from_end_to_end_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure, "run_queue", lambda: QUEUE)
+    monkeypatch.setattr(measure, "header_of", lambda protocol: dict(HEADER, protocol=protocol))
+    out = tmp_path / "queue.csv"
+    assert measure.main(["queue", "--out", str(out)]) == 0
+    header, rows = tables.read_queue(out)
+    assert header["gpu"] == "NVIDIA H200" and "7 samples of 6 passes" in header["protocol"]
+    assert [row["x_best"] for row in rows] == [1.0, 0.99]
+    assert out.read_text().splitlines()[-2] == "16,12,192,374.02,4.6205,1890,3760,5340,1.0000"
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "no rows"), (QUEUE.split("\n", 1)[0], "no rows"), (QUEUE + "16,12,48,1,2,3,4\n", "not of copy_kb"),
+    (QUEUE.replace(",450,", ",nan,"), "not positive"), (QUEUE.replace("450", "0"), "not positive"),
+    (QUEUE.replace("450", "x"), "no number"), (QUEUE.replace("slots", "places"), "not of copy_kb")])
+def test_what_the_queue_prints_is_not_believed(text, words):
+    with pytest.raises(measure.Failed, match=words):
+        measure.queue_rows(text)
+
+
+@pytest.mark.parametrize("script, words", [
+    ("echo 'queue: no CUDA device' >&2; exit 2", "ended with 2: queue: no CUDA device"), (None, "make queue builds it")])
+def test_a_queue_that_does_not_run_is_a_failure(tmp_path, monkeypatch, script, words):
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    if script:
+        program = tmp_path / "build/gpu/stage7/queue"
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    with pytest.raises(measure.Failed, match=words):
+        measure.run_queue()
 
 
 def test_too_few_samples_are_refused():
@@ -608,7 +646,7 @@ def test_what_is_computed_from_the_shapes(tmp_path):
 def test_make_without_a_gpu_says_so():
     if tools.gpu_is_here():
         pytest.skip("there is a GPU")
-    for target in ("ladder", "peers", "shapes"):
+    for target in ("ladder", "peers", "shapes", "queue"):
         status, output = tools.make(target)
         assert status == 2 and f"{target}: no NVIDIA GPU here" in output
 

@@ -33,7 +33,7 @@ RUN, END, LIST = "run", "end", "list"
 HOW = {"": RUN, "deps": RUN, "stage7": RUN, "plots": RUN, "tangle": RUN, "dist": RUN,
        "deps-paper": RUN, "weave": RUN, "check": LIST, "mutants": LIST, "stage9": LIST,
        "stage8": RUN, "exponents": LIST, "resources": LIST, "fuzz": LIST, "shapes": END, "sanitize": END, "check-gpu": END,
-       "grade": END, "ladder": END, "peers": END, "timeline": END, "traffic": END}
+       "grade": END, "ladder": END, "peers": END, "queue": END, "timeline": END, "traffic": END}
 KNOWN = {words for page in (README, CONTRIBUTING) for words in commands(page)}
 
 
