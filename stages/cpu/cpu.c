@@ -60,6 +60,7 @@ struct fiber {
     /* fiber: what its next fences will act on */
     unsigned n_loads, n_inits;
     const uint32_t *loads[8]; // addresses loaded in relaxed order since the last fence
+    uint32_t landings;        // before the loads that its warp has just made
     uint64_t *inits[64];      // mbarriers initialised and not yet shown to the engine
 #ifdef CPU_UCONTEXT
     ucontext_t context;
@@ -73,6 +74,9 @@ struct warp {
     unsigned detail;         // what its lanes must also agree on
     unsigned lanes, arrived; // threads in the warp; those that called
     unsigned generation;     // operations completed
+    unsigned registers;      // of a thread; 0: as many as at the start
+    unsigned marked;         // the generation in which landings were counted
+    uint32_t landings;       // before its first relaxed load of that generation
     unsigned ticket;         // the barrier generation it waits to see the end of
     char edge;               // for ThreadSanitizer
     struct operand in[WARP];
@@ -94,6 +98,7 @@ struct block {
     char start, end, issue;                   // for ThreadSanitizer
     struct fiber *engine;   // runs no code: ThreadSanitizer's idea of the copy engine
     struct barrier barriers[BARRIERS];
+    int registers;          // that nobody has
     struct warp *warps;
     struct fiber **fibers, **ready;
 };
@@ -465,22 +470,27 @@ static void next_spell(void)
     spell = 1 + below(1u << below(8));
 }
 static bool deliver(bool nothing_else_moves);
+static bool land_any(bool nothing_else_moves);
 static void pause_thread(void) // somebody else's turn
 {
     steps++;
     if (one_in(16))
         deliver(false);
+    if (one_in(4))
+        land_any(false);
     struct fiber *next = NULL;
     if (++switches % 64 != 0) // else the host looks after streams
         next = pick();
     switch_to(next ? next : &host);
 }
+static void pause_awake(void)
+{
+    make_ready(self);
+    pause_thread();
+}
 static void maybe_pause(void)
 {
-    if (one_in(8)) {
-        make_ready(self);
-        pause_thread();
-    }
+    if (one_in(8)) pause_awake();
 }
 
 /* cpu: sleeping and waking */
@@ -683,6 +693,120 @@ void cpu_read_only(const void *p, size_t bytes)
 }
 
 /* cpu: counters and fences */
+/* cpu: stores that are seen late */
+static struct late { uint32_t *p; uint32_t v; bool adds, stubborn; struct fiber *by; } late[64];
+static unsigned n_late;
+static uint32_t landings, announced;   // since the program began
+
+static bool announce(void)   // that something has landed, to all who retry
+{
+    if (announced == landings) return false;
+    announced = landings;
+    wake(&landings);
+    return true;
+}
+
+static void land(unsigned i)
+{
+    for (unsigned j = 0; j < i; j++)   // stores to a word keep their order
+        if (late[j].p == late[i].p) i = j;
+    struct late l = late[i];
+    for (n_late--; i < n_late; i++) late[i] = late[i + 1];
+    if (l.adds) __atomic_fetch_add(l.p, l.v, __ATOMIC_RELAXED);
+    else __atomic_store_n(l.p, l.v, __ATOMIC_RELAXED);
+    landings++;
+    steps = 0;
+    wake(l.p);
+    if (landings - announced >= 32) announce();
+}
+
+static bool land_any(bool nothing_else_moves)
+{
+    if (n_late == 0) return false;
+    unsigned i = below(n_late);
+    if (!nothing_else_moves && late[i].stubborn && !one_in(64)) return false;
+    land(i);
+    return true;
+}
+
+void cpu_land_own(void)
+{
+    for (unsigned i = 0; i < n_late;)
+        if (late[i].by == self) land(i);
+        else i++;
+}
+
+void cpu_late(uint32_t *p, uint32_t v, int adds)
+{
+    if (n_late == sizeof late / sizeof *late) land(below(n_late));
+    late[n_late++] = (struct late){ p, v, adds, one_in(16), self };
+    maybe_pause();
+}
+
+int cpu_own_late(const uint32_t *p, uint32_t *v)   // the last value that it stored there
+{
+    struct warp *w = self->warp;
+    if (w->marked != w->generation + 1)
+        w->marked = w->generation + 1, w->landings = landings;
+    self->landings = w->landings;
+    for (unsigned i = n_late; i-- > 0;)
+        if (late[i].p == p && late[i].by == self && !late[i].adds) {
+            *v = late[i].v;
+            return 1;
+        }
+    return 0;
+}
+
+void wait_hint(const uint32_t *p, uint32_t v)
+{
+    if (one_in(8)) return;
+    for (int i = 0; i < 64 && (int32_t)(__atomic_load_n(p, __ATOMIC_RELAXED) - v) < 0; i++)
+        pause_awake();
+}
+
+void retry_values(const uint32_t *p)
+{
+    (void)p;
+    if (self->landings == landings) sleep_on(&landings, FOR_WORD, landings + 1);
+    else pause_awake();
+}
+
+static unsigned registers_at_start(const struct block *b)
+{
+    unsigned each = 65536 / b->grid->threads / 8 * 8;
+    return each > 248 ? 248 : each;
+}
+
+void cpu_registers(unsigned n, int grow)
+{
+    struct warp *w = self->warp;
+    unsigned held = w->registers ? w->registers : registers_at_start(self->block);
+    if (n % 8 || n < 24 || n > 256) fail("%u registers: not a multiple of 8 in 24 to 256", n);
+    if (grow ? n < held : n > held)
+        fail("a warp with %u registers a thread cannot %s to %u", held,
+             grow ? "grow" : "shrink", n);
+    cpu_syncwarp();
+    if (self->place.thread.x % WARP == 0) {
+        int more = ((int)n - (int)held) * WARP;
+        for (int i = 0; self->block->registers < more; i++) {
+            if (i == 100000) fail("%d registers are missing for a warp to grow", more);
+            pause_awake();
+        }
+        self->block->registers -= more;
+        w->registers = n;
+    }
+    cpu_syncwarp();
+}
+
+static void check_warpgroups(const struct block *b)   // at its end
+{
+    for (unsigned i = 0; i + 3 < b->grid->threads / WARP; i += 4)
+        for (unsigned j = 1; j < 4; j++)
+            if (!b->warps[i].registers != !b->warps[i + j].registers)
+                fail("warps %u and %u of a warpgroup: only one changed its registers", i,
+                     i + j);
+}
+
 void cpu_wrote(const uint32_t *p)
 {
     wake(p);
@@ -697,6 +821,7 @@ void cpu_wait_at_least(const uint32_t *p, uint32_t v) { sleep_on(p, FOR_WORD, v)
 
 void fence_gpu(void)
 {
+    cpu_land_own();
     for (unsigned i = 0; i < 8 && i < self->n_loads; i++)
         acquire(self->loads[i]);
     self->n_loads = 0;
@@ -1020,6 +1145,7 @@ static void start_block(struct grid *g, unsigned sm)
         fail("no memory for a block's %u bytes", g->shared_bytes);
     memset(shared, 0xff, g->shared_bytes);
     b->shared = shared;
+    b->registers = 65536 - (int)(registers_at_start(b) * g->threads);
     release(&b->start);
     act_as(was);
     for (unsigned t = 0; t < g->threads; t++)
@@ -1063,6 +1189,7 @@ static void end_grid(struct grid *g)
 static void end_block(struct block *b)
 {
     struct grid *g = b->grid;
+    check_warpgroups(b);
     if (b->in_flight)
         fail("the block has ended with %u bulk copies in flight", b->in_flight);
     void *was = act_as(b->engine->tsan);
@@ -1082,6 +1209,7 @@ static void end_block(struct block *b)
 
 static void exit_thread(void)
 {
+    cpu_land_own();
     struct block *b = self->block;
     release(&b->end);
     give_fiber(b->grid->pool, self);
@@ -1353,7 +1481,7 @@ static void run_until(bool (*done)(const void *), const void *what)
         struct fiber *next = pick();
         if (next)
             switch_to(next);
-        else if (!moved && !deliver(true) && !look_again())
+        else if (!moved && !land_any(true) && !announce() && !deliver(true) && !look_again())
             deadlock("deadlock");
         if (steps > MOST_STEPS)
             deadlock("no progress: somebody spins by hand");

@@ -124,10 +124,14 @@ uint64_t device_ns(void);
 void cpu_wrote(const uint32_t *p);
 void cpu_read(const uint32_t *p);
 void cpu_wait_at_least(const uint32_t *p, uint32_t v);
+void cpu_late(uint32_t *p, uint32_t v, int adds);
+int cpu_own_late(const uint32_t *p, uint32_t *v);
+void cpu_land_own(void);
 
 #define CPU_ATOMIC_ADD(name, order) \
     static inline uint32_t name(uint32_t *p, uint32_t v) \
     { \
+        if (order != __ATOMIC_RELAXED) cpu_land_own(); \
         uint32_t old = __atomic_fetch_add(p, v, order); \
         cpu_wrote(p); \
         return old; \
@@ -146,22 +150,23 @@ static inline uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
 
 static inline void store_release(uint32_t *p, uint32_t v)
 {
+    cpu_land_own();
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
     cpu_wrote(p);
 }
 
 static inline void store_relaxed(uint32_t *p, uint32_t v)
 {
-    if (cpu_here->fenced)
+    if (cpu_here->fenced) {
         __atomic_store_n(p, v, __ATOMIC_RELEASE);
-    else
-        __atomic_store_n(p, v, __ATOMIC_RELAXED);
-    cpu_wrote(p);
+        cpu_wrote(p);
+    } else cpu_late(p, v, 0);
 }
 
 static inline uint32_t load_relaxed(const uint32_t *p)
 {
-    uint32_t v = __atomic_load_n(p, __ATOMIC_RELAXED);
+    uint32_t v;
+    if (!cpu_own_late(p, &v)) v = __atomic_load_n(p, __ATOMIC_RELAXED);
     cpu_read(p);
     return v;
 }
@@ -207,4 +212,30 @@ static inline void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]
     for (int i = 0; i < 4; i++)
         c[i] = sum[i];
 }
+
+/* twin: relaxed values */
+static inline struct bits128 load_relaxed_4(const uint32_t *p)
+{
+    struct bits128 x;
+    if (!CPU_ALIGNED(p, 16)) cpu_misaligned(p);
+    for (int i = 0; i < 4; i++)
+        if (!cpu_own_late(p + i, x.v + i))
+            x.v[i] = __atomic_load_n(p + i, __ATOMIC_RELAXED);
+    cpu_read(p);
+    return x;
+}
+static inline void store_relaxed_4(uint32_t *p, struct bits128 x)
+{
+    if (!CPU_ALIGNED(p, 16)) cpu_misaligned(p);
+    for (int i = 0; i < 4; i++) store_relaxed(p + i, x.v[i]);
+}
+static inline void count_relaxed(uint32_t *p, uint32_t n) { cpu_late(p, n, 1); }
+void wait_hint(const uint32_t *p, uint32_t v);
+void retry_values(const uint32_t *p);
+void cpu_registers(unsigned n, int grow);
+#define SHRINK_REGISTERS(n) cpu_registers(n, 0)
+#define GROW_REGISTERS(n) cpu_registers(n, 1)
+
+/* twin: prefetch */
+static inline void prefetch(const void *p) { (void)p; }
 #endif
