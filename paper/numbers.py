@@ -292,7 +292,8 @@ def from_shapes(path):
 
 def account(path, read_tbs, share=1.0):
     """Where the time of one step went, for the average block: at work on each phase, waiting
-    before it, and from the block's end to the last block's. They add up to the step. `share`:
+    before it, and from the block's end to the last block's. They add up to the step: of a phase
+    that overlaps an earlier one, as attention does, only what goes on after it counts. `share`:
     bytes of packed weights over plain ones. Returns {what: us}, or None."""
     _, rows = split(path)
     blocks = {}
@@ -306,6 +307,7 @@ def account(path, read_tbs, share=1.0):
     for mine in blocks.values():
         at = 0.0
         for start, end, phase in sorted(mine):
+            start, end = max(start, at), max(end, at)
             for what, us in ((f"{phase} wait", start - at), (f"{phase} work", end - start)):
                 spent[what] = spent.get(what, 0.0) + us / len(blocks)
             at = end
