@@ -470,7 +470,7 @@ static void next_spell(void)
     spell = 1 + below(1u << below(8));
 }
 static bool deliver(bool nothing_else_moves);
-static bool land_any(bool nothing_else_moves);
+static bool land_any(bool nothing_else_moves), announce(void);
 static void pause_thread(void) // somebody else's turn
 {
     steps++;
@@ -478,6 +478,8 @@ static void pause_thread(void) // somebody else's turn
         deliver(false);
     if (one_in(4))
         land_any(false);
+    if (switches % 512 == 0)
+        announce();
     struct fiber *next = NULL;
     if (++switches % 64 != 0) // else the host looks after streams
         next = pick();
@@ -717,7 +719,7 @@ static void land(unsigned i)
     landings++;
     steps = 0;
     wake(l.p);
-    if (landings - announced >= 32) announce();
+    if (landings - announced >= 128) announce();
 }
 
 static bool land_any(bool nothing_else_moves)

@@ -810,6 +810,13 @@ DEVICE void widen(float *x, bits128 b)   /* eight bf16 */
     }
 }
 
+DEVICE void split_pair(float x, float y, uint32_t *hi, uint32_t *lo)
+{
+    *hi = pack_bf16(x, y);
+    float u = x - bits_f32(*hi << 16), v = y - bits_f32(*hi & 0xffff0000u);
+    *lo = pack_bf16(u - u == 0 ? u : 0, v - v == 0 ? v : 0);
+}
+
 DEVICE void take_values(float *x, const uint32_t *from, int live, uint32_t epoch)
 {
     for (;;) {
@@ -905,26 +912,7 @@ struct lane {
     int width, live;     /* columns of a row; runs that this lane has */
 };
 
-/* stream: multiply a chunk */
-DEVICE void load_weights(const struct lane *l, bits128 *w, const char *half, int pairs,
-                         int runs)
-{
-    for (int q = 0; q < pairs; q++)
-        for (int i = 0; i < runs; i++)
-            if (i < l->live)
-                w[q * runs + i] = load_16(half + 2 * (l->row[q] + l->first + i * RUN));
-}
-
-DEVICE void multiply(const struct layer_args *a, const struct lane *l, bits128 *w,
-                     struct turn t, int pairs, int runs, float *sums)
-{                                        /* w: as left by the chunk before */
-    for (int h = 0; h < 2; h++)
-        load_weights(l, w + h * pairs * runs, slot_half(a, t.slot, h), pairs, runs);
-    for (int r = 0; r < 2 * pairs; r++)
-        sums[r] = dot(w + r * runs, l->x, runs);   /* low rows, high rows */
-}
-
-/* stream: the consumers */
+/* stream: deliver sums */
 DEVICE float fold(float mine, float other, int lane_bit)   /* one of two rows stays */
 {
     int second = lane_id() & lane_bit;
@@ -962,23 +950,37 @@ struct consumer {
     int place;             /* of this lane's sum; see deliver */
 };
 
+/* stream: multiply a chunk */
+DEVICE void load_weights(const struct lane *l, bits128 *w, const char *half, int pairs,
+                         int runs)
+{
+    for (int q = 0; q < pairs; q++)
+        for (int i = 0; i < runs; i++)
+            if (i < l->live)
+                w[q * runs + i] = load_16(half + 2 * (l->row[q] + l->first + i * RUN));
+}
+
 DEVICE void consume_chunks(const struct layer_args *a, struct shared *s, struct consumer *c,
                            const struct lane *l, int chunks, int pairs, int runs)
 {
-    bits128 w[8] = {{{ 0 }}};
+    bits128 w[8] = {{{ 0 }}};   /* [half][pair][run] */
     UNROLL(1)
     for (int i = 0; i < chunks; i++) {
         float sums[4];
-        mbarrier_wait(s->full[0] + c->in.slot, c->in.odd);
-        mbarrier_wait(s->full[1] + c->in.slot, c->in.odd);
-        multiply(a, l, w, c->in, pairs, runs, sums);
+        for (int h = 0; h < 2; h++) {
+            mbarrier_wait(s->full[h] + c->in.slot, c->in.odd);
+            load_weights(l, w + h * pairs * runs, slot_half(a, c->in.slot, h), pairs, runs);
+        }
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);
         next_turn(&c->in, a->g.slots);
+        for (int r = 0; r < 2 * pairs; r++)
+            sums[r] = dot(w + r * runs, l->x, runs);   /* low rows, high rows */
         deliver(s, sum_of_rows(sums, pairs), c->place, &c->out);
     }
 }
 
+/* stream: the consumers */
 DEVICE void pass_tiles(const struct layer_args *a, struct shared *s, struct consumer *w,
                        int64_t pos)
 {
@@ -1232,12 +1234,6 @@ DEVICE void finish(const struct layer_args *a, struct shared *s, int64_t pos)
 
 /* stream: attention */
 /* attention: the queries of a unit */
-DEVICE void split_pair(float x, float y, uint32_t *hi, uint32_t *lo)
-{
-    *hi = pack_bf16(x, y);
-    *lo = pack_bf16(x - bits_f32(*hi << 16), y - bits_f32(*hi & 0xffff0000u));
-}
-
 DEVICE void split_query(uint32_t q[2][4], const bits128 w[2])   /* eight numbers */
 {
     for (int h = 0; h < 2; h++)

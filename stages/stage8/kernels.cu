@@ -529,6 +529,7 @@ struct layer_args {
     int32_t n_q, n_kv, hd;
     float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
     struct matrix m[MATRICES];
+    int32_t whole_steps;   /* all matrices are packed */
     struct geometry g;
     /* what blocks hand to each other */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
@@ -1001,6 +1002,13 @@ DEVICE void widen(float *x, bits128 b)   /* eight bf16 */
     }
 }
 
+DEVICE void split_pair(float x, float y, uint32_t *hi, uint32_t *lo)
+{
+    *hi = pack_bf16(x, y);
+    float u = x - bits_f32(*hi << 16), v = y - bits_f32(*hi & 0xffff0000u);
+    *lo = pack_bf16(u - u == 0 ? u : 0, v - v == 0 ? v : 0);
+}
+
 DEVICE void take_values(float *x, const uint32_t *from, int live, uint32_t epoch)
 {
     for (;;) {
@@ -1096,86 +1104,7 @@ struct lane {
     int width, live;     /* columns of a row; runs that this lane has */
 };
 
-/* packed: where a weight lies */
-enum { STEP = 2 * RUN };
-struct bits64 { uint32_t v[2]; } __attribute__((aligned(8)));
-struct row { const char *at; int n; };   /* packed; n weights */
-
-DEVICE int place_of_eight(int c, int n)   /* of column c, among the eights as stored */
-{
-    int step = c / STEP * STEP, within = c - step;
-    if (step + STEP > n) return c / 8;
-    return step / 8 + within % RUN / 8 * 2 + within / RUN;
-}
-
-DEVICE bits128 eight_at(struct row r, int column)   /* of the eight from there on */
-{
-    int i = place_of_eight(column, r.n);
-    struct bits64 bottoms = *(const struct bits64 *)(r.at + 8 * i);
-    return unpack(bottoms.v[0], bottoms.v[1], *(const uint32_t *)(r.at + r.n + 4 * i));
-}
-
-/* packed: multiply a chunk */
-#ifndef TWIN
-DEVICE void load_packed(const struct lane *l, bits128 *w, struct row r, int runs)
-{
-    int lane = lane_id(), k = l->first - EIGHT * lane;   /* columns before the step */
-    for (int i = 0; i < runs; i += 2, k += STEP) {
-        if (k + STEP <= r.n) {
-            bits128 bottoms = load_16(r.at + k + 16 * lane);
-            struct bits64 tops = *(const struct bits64 *)(r.at + r.n + k / 2 + 8 * lane);
-            w[i] = unpack(bottoms.v[0], bottoms.v[1], tops.v[0]);
-            w[i + 1] = unpack(bottoms.v[2], bottoms.v[3], tops.v[1]);
-        } else
-            for (int u = i; u < i + 2; u++)
-                if (u < l->live) w[u] = eight_at(r, l->first + u * RUN);
-    }
-}
-#else
-/* twin: take raw weights into the window */
-DEVICE void load_window(const struct lane *l, bits128 *w, const char *row, int runs,
-                        int window)
-{
-    for (int i = 0; i < runs; i++) {
-        if (i >= l->live) continue;
-        w[i] = load_16(row + 2 * (l->first + i * RUN));
-        for (int j = 0; j < 4; j++)
-            w[i].v[j] = into_window(w[i].v[j] & 0xffffu, window)
-                      | into_window(w[i].v[j] >> 16, window) << 16;
-    }
-}
-#endif
-
-DEVICE void load_raw(const struct lane *l, bits128 *w, const char *row, int runs)
-{
-    bits128 none = {{ 0, 0, 0, 0 }};
-    for (int i = 0; i < runs; i++)
-        w[i] = i < l->live ? load_16(row + 2 * (l->first + i * RUN)) : none;
-}
-
-DEVICE void multiply(const struct layer_args *a, const struct lane *l, bits128 *w,
-                     struct turn t, int pairs, int runs, float *sums)
-{
-    for (int h = 0; h < 2; h++) {
-        const char *half = slot_half(a, t.slot, h);
-        int window = more_shared()->window[h][t.slot];
-        for (int q = 0; q < pairs; q++) {
-            if (!window) load_raw(l, w, half + 2 * l->row[q], runs);
-            else {
-                /* packed: load a row that is in the window */
-                #ifndef TWIN
-                struct row r = { half + l->row[q] / 2 * 3, l->width };
-                load_packed(l, w, r, runs);
-                #else
-                load_window(l, w, half + 2 * l->row[q], runs, window);
-                #endif
-            }
-            sums[h * pairs + q] = dot(w, l->x, runs);
-        }
-    }
-}
-
-/* stream: the consumers */
+/* stream: deliver sums */
 DEVICE float fold(float mine, float other, int lane_bit)   /* one of two rows stays */
 {
     int second = lane_id() & lane_bit;
@@ -1213,16 +1142,147 @@ struct consumer {
     int place;             /* of this lane's sum; see deliver */
 };
 
-DEVICE void consume_chunks(const struct layer_args *a, struct shared *s, struct consumer *c,
-                           const struct lane *l, int chunks, int pairs, int runs)
+/* packed: where a weight lies */
+enum { STEP = 2 * RUN };
+struct bits64 { uint32_t v[2]; } __attribute__((aligned(8)));
+struct row { const char *at; int n; };   /* packed; n weights */
+
+DEVICE int place_of_eight(int c, int n)   /* of column c, among the eights as stored */
 {
-    bits128 w[8] = {{{ 0 }}};
+    int step = c / STEP * STEP, within = c - step;
+    if (step + STEP > n) return c / 8;
+    return step / 8 + within % RUN / 8 * 2 + within / RUN;
+}
+
+DEVICE bits128 eight_at(struct row r, int column)   /* of the eight from there on */
+{
+    int i = place_of_eight(column, r.n);
+    struct bits64 bottoms = *(const struct bits64 *)(r.at + 8 * i);
+    return unpack(bottoms.v[0], bottoms.v[1], *(const uint32_t *)(r.at + r.n + 4 * i));
+}
+
+/* packed: multiply a chunk */
+#ifndef TWIN
+DEVICE void load_step(bits128 *w, struct row r, int k)   /* the step from column k on */
+{
+    bits128 bottoms = load_16(r.at + k + 16 * lane_id());
+    struct bits64 tops = *(const struct bits64 *)(r.at + r.n + k / 2 + 8 * lane_id());
+    w[0] = unpack(bottoms.v[0], bottoms.v[1], tops.v[0]);
+    w[1] = unpack(bottoms.v[2], bottoms.v[3], tops.v[1]);
+}
+
+DEVICE void load_window(const struct lane *l, bits128 *w, const char *half, int row, int runs,
+                        int window)
+{
+    struct row r = { half + row / 2 * 3, l->width };
+    int k = l->first - EIGHT * lane_id();   /* columns before this warp's */
+    (void)window;
+    for (int i = 0; i < runs; i += 2, k += STEP) {
+        if (k + STEP <= r.n) load_step(w + i, r, k);
+        else
+            for (int u = i; u < i + 2; u++)
+                if (u < l->live) w[u] = eight_at(r, l->first + u * RUN);
+    }
+}
+#else
+DEVICE void load_step(bits128 *w, struct row r, int k) { (void)w, (void)r, (void)k; }
+
+/* twin: take raw weights into the window */
+DEVICE void load_window(const struct lane *l, bits128 *w, const char *half, int row, int runs,
+                        int window)
+{
+    for (int i = 0; i < runs; i++) {
+        if (i >= l->live) continue;
+        w[i] = load_16(half + 2 * (row + l->first + i * RUN));
+        for (int j = 0; j < 4; j++)
+            w[i].v[j] = into_window(w[i].v[j] & 0xffffu, window)
+                      | into_window(w[i].v[j] >> 16, window) << 16;
+    }
+}
+#endif
+
+DEVICE void load_row(const struct lane *l, bits128 *w, const char *half, int row, int runs,
+                     int window)
+{
+    bits128 none = {{ 0, 0, 0, 0 }};
+    for (int i = 0; i < runs; i++) w[i] = none;
+    if (window) load_window(l, w, half, row, runs, window);
+    else
+        for (int i = 0; i < runs; i++)
+            if (i < l->live) w[i] = load_16(half + 2 * (row + l->first + i * RUN));
+}
+
+struct halves { uint32_t hi[16], lo[16]; };   /* of the vector, two numbers a word */
+
+DEVICE void multiply_runs(float c[2][4], const struct halves *x, const bits128 *low,
+                          const bits128 *high, int first, int runs)   /* of the vector's */
+{
+    for (int i = 0; i < runs; i++)
+        for (int k = 0; k < 4; k += 2) {
+            uint32_t a[4] = { low[i].v[k], high[i].v[k], low[i].v[k + 1], high[i].v[k + 1] };
+            mma_bf16(c[0], a, x->hi + 4 * (first + i) + k);
+            mma_bf16(c[1], a, x->lo + 4 * (first + i) + k);
+        }
+}
+
+DEVICE void take_diagonal(float c[2][4], float *low, float *high)
+{
+    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
+    *low = !here ? 0 : g % 2 ? c[0][1] + c[1][1] : c[0][0] + c[1][0];
+    *high = !here ? 0 : g % 2 ? c[0][3] + c[1][3] : c[0][2] + c[1][2];
+}
+
+DEVICE void multiply_steps(const struct layer_args *a, const struct lane *l,
+                           const struct halves *x, struct turn t, int pairs, int runs,
+                           float *sums)
+{
+    int k = l->first - EIGHT * lane_id();   /* columns before this warp's */
+    UNROLL(2)
+    for (int q = 0; q < pairs; q++) {
+        float c[2][4] = {{ 0, 0, 0, 0 }, { 0, 0, 0, 0 }};
+        struct row low = { slot_half(a, t.slot, 0) + l->row[q] / 2 * 3, l->width };
+        struct row high = { slot_half(a, t.slot, 1) + l->row[q] / 2 * 3, l->width };
+        for (int i = 0; i < runs; i += 2) {
+            bits128 w[2][2];
+            if (k + (i / 2 + 1) * STEP > l->width) break;
+            load_step(w[0], low, k + i / 2 * STEP);
+            load_step(w[1], high, k + i / 2 * STEP);
+            multiply_runs(c, x, w[0], w[1], i, 2);
+        }
+        take_diagonal(c, sums + q, sums + pairs + q);
+    }
+}
+
+DEVICE void multiply_any(const struct layer_args *a, const struct lane *l,
+                         const struct halves *x, struct turn t, int pairs, int runs,
+                         float *sums)
+{
+    UNROLL(1)
+    for (int q = 0; q < pairs; q++) {
+        float c[2][4] = {{ 0, 0, 0, 0 }, { 0, 0, 0, 0 }}, low, high;
+        bits128 w[2][4];
+        for (int h = 0; h < 2; h++)
+            load_row(l, w[h], slot_half(a, t.slot, h), q ? l->row[1] : l->row[0], runs,
+                     more_shared()->window[h][t.slot]);
+        multiply_runs(c, x, w[0], w[1], 0, runs);
+        take_diagonal(c, &low, &high);
+        if (q) sums[1] = low, sums[pairs + 1] = high;
+        else sums[0] = low, sums[pairs] = high;
+    }
+}
+
+DEVICE void consume_by(const struct layer_args *a, struct shared *s, struct consumer *c,
+                       const struct lane *l, int chunks, int pairs, int runs, int steps)
+{
+    struct halves x;
+    for (int i = 0; i < 16; i++) split_pair(l->x[2 * i], l->x[2 * i + 1], x.hi + i, x.lo + i);
     UNROLL(1)
     for (int i = 0; i < chunks; i++) {
         float sums[4];
         mbarrier_wait(s->full[0] + c->in.slot, c->in.odd);
         mbarrier_wait(s->full[1] + c->in.slot, c->in.odd);
-        multiply(a, l, w, c->in, pairs, runs, sums);
+        if (steps) multiply_steps(a, l, &x, c->in, pairs, runs, sums);
+        else multiply_any(a, l, &x, c->in, pairs, runs, sums);
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);
         next_turn(&c->in, a->g.slots);
@@ -1230,6 +1290,15 @@ DEVICE void consume_chunks(const struct layer_args *a, struct shared *s, struct 
     }
 }
 
+DEVICE void consume_chunks(const struct layer_args *a, struct shared *s, struct consumer *c,
+                           const struct lane *l, int chunks, int pairs, int runs)
+{
+    int steps = a->whole_steps && l->width % STEP == 0;
+    if (steps) consume_by(a, s, c, l, chunks, pairs, runs, 1);
+    else consume_by(a, s, c, l, chunks, pairs, runs, 0);
+}
+
+/* stream: the consumers */
 DEVICE void pass_tiles(const struct layer_args *a, struct shared *s, struct consumer *w,
                        int64_t pos)
 {
@@ -1588,12 +1657,6 @@ DEVICE void finish(const struct layer_args *a, struct shared *s, int64_t pos)
 
 /* stream: attention */
 /* attention: the queries of a unit */
-DEVICE void split_pair(float x, float y, uint32_t *hi, uint32_t *lo)
-{
-    *hi = pack_bf16(x, y);
-    *lo = pack_bf16(x - bits_f32(*hi << 16), y - bits_f32(*hi & 0xffff0000u));
-}
-
 DEVICE void split_query(uint32_t q[2][4], const bits128 w[2])   /* eight numbers */
 {
     for (int h = 0; h < 2; h++)

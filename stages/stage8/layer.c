@@ -111,6 +111,7 @@ struct layer_args {
     int32_t n_q, n_kv, hd;
     float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
     struct matrix m[MATRICES];
+    int32_t whole_steps;   /* all matrices are packed */
     struct geometry g;
     /* what blocks hand to each other */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
@@ -624,6 +625,8 @@ static int prepare(layer *l)
                    cudaMemcpyHostToDevice))
         return LAYER_CUDA_FAILED;
     int bad = pack_layer(l);
+    a->whole_steps = 1;
+    for (int i = 0; i < MATRICES; i++) a->whole_steps &= a->m[i].packed;
     if (!bad) bad = share_out(l);
     if (!bad) bad = try_grid(l);
     return bad ? bad : choose_launch(l);
