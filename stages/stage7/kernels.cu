@@ -316,6 +316,7 @@ enum {
     HALF = 16384,         /* bytes of half a slot at most, and of one bulk copy */
     MAX_SLOTS = 6,        /* of two halves */
     TILE_KEYS = 64,       /* keys of a tile */
+    SUMS = 8,             /* chunks whose sums wait for the epilogue */
     DELIVERERS = 8,       /* warps that contribute to the sums of a chunk */
     MORE_SHARED = 0,      /* bytes of shared memory besides */
 };
@@ -355,7 +356,6 @@ struct pair { float low, high; };   /* sums of the two rows of a pair */
 enum {
     CONSUMERS = 8, ATTENTION = 4,   /* warps */
     EPILOGUE = CONSUMERS + ATTENTION, PRODUCERS, BLOCK_WARPS = 16,
-    SUMS = 8,           /* chunks whose sums wait for the epilogue */
     DELIVERED = 16,     /* numbers that the consumers make of each half of a chunk */
 };
 

@@ -21,8 +21,9 @@ enum {
     HALF = 16384,         /* bytes of half a slot at most, and of one bulk copy */
     MAX_SLOTS = 8,        /* of two halves */
     TILE_KEYS = 48,       /* keys of a tile */
+    SUMS = 16,            /* chunks whose sums wait for the epilogue */
     DELIVERERS = 9,       /* warps that contribute to the sums of a chunk */
-    MORE_SHARED = 3328,   /* bytes of shared memory besides */
+    MORE_SHARED = 6272,   /* bytes of shared memory besides */
 };
 
 /* the phases of the stream */
@@ -60,7 +61,6 @@ struct pair { float low, high; };   /* sums of the two rows of a pair */
 enum {
     CONSUMERS = 8, ATTENTION = 4,   /* warps */
     EPILOGUE = CONSUMERS + ATTENTION, PRODUCERS, BLOCK_WARPS = 16,
-    SUMS = 8,           /* chunks whose sums wait for the epilogue */
     DELIVERED = 16,     /* numbers that the consumers make of each half of a chunk */
 };
 
