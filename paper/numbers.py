@@ -24,11 +24,13 @@ ladder-noise-stage, the one that was also measured twice by itself, ladder-noise
 -second, those medians, -turns, that of its turns with the others, and ladder-apart-us, how far
 apart the three are; ladder-limit-us and ladder-floor-us; account-N-..., where the time of one
 step went; model-..., what a whole model would take under the assumptions of define_model. Of a
-row of data/changes-N.csv: changes-N-ROW-before, -after, -gain or -loss, in us, -xlimit, times the read
-limit of its run; changes-N-table, all of it, and changes-N-count, its rows; of data/streams.csv: streams-ROW-less, per cent of the rate of another row; of
-data/waits-N.csv: waits-N-ROW-us, what a phase waits for its vector, and waits-N-FORM-us, what of them do; of data/timeline-N.csv: timeline-N-fast, how many blocks end gate and up long before
-the others, -early, how many so end down, and -fast-gate, -slow-gate, -fast-down, -slow-down, when
-they and the others end it, us; of data/stamps-N.csv: stamps-N-ROW-FORM-link, us since the row before; of
+row of data/changes-N.csv (N is 0, 6, 7, 8, or 7b, the second form of stage 7): changes-N-ROW-before,
+-after, -gain or -loss, in us, -xlimit, times the read limit of its run; changes-N-table, all of it, and
+changes-N-count, its rows; of data/streams.csv: streams-ROW-less, per cent of the rate of another row; of
+data/waits-N.csv: waits-N-ROW-us, what a phase waits for its vector, and waits-N-FORM-us, what of them
+do; of data/timeline-N.csv: timeline-N-fast, how many blocks end gate and up long before the others,
+-early, how many so end down, and -fast-gate, -slow-gate, -fast-down, -slow-down, when they and the
+others end it, us; of data/stamps-N.csv: stamps-N-ROW-FORM-link, us since the row before; of
 data/queue.csv, with KB of a copy and KB in flight: queue-COPY-FLIGHT-tbs, -best, share of the best
 bandwidth, -less, per cent below it, -median, -p90 and -p99 of a load, ns; queue-table, all of it, and
 queue-provenance; of data/check-gpu.txt: check-gpu-passed, -failed, -skipped, -cores, and -quickest-PART and -slowest-PART, the
