@@ -58,11 +58,10 @@ int main(int argc, char **argv)
         return 0;
     }
     struct geometry *g = &l->args.g;
-    long long columns[PHASES] = { n[0], 0, n[2] * n[4], n[0], g->piece };
-    printf("built %zu %d %lld %lld %d %d %d", allocated, g->warps, (long long)g->slot_bytes,
-           (long long)g->vector_bytes, g->pieces, g->groups, g->max_units);
+    printf("built %zu %d %d %d %d", allocated, g->slots, g->half, g->groups, g->splits);
     for (int i = 0; i < PHASES; i++)
-        printf(" %lld", i == ATTEND ? 4 * TILE_KEYS * n[4] : 4 * g->pairs[i] * columns[i]);
+        if (i != ATTEND)
+            printf(" %d %lld %d", g->p[i].pieces, 2LL * g->p[i].pairs * g->p[i].piece, g->p[i].open);
     printf(" %lld\n", (long long)l->shared);
     return layer_teardown(l);
 }

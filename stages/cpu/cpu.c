@@ -696,7 +696,8 @@ void cpu_read_only(const void *p, size_t bytes)
 
 /* cpu: counters and fences */
 /* cpu: stores that are seen late */
-static struct late { uint32_t *p; uint32_t v; bool adds, stubborn; struct fiber *by; } late[64];
+static struct late { uint32_t *p; uint32_t v; bool adds, stubborn; struct fiber *by;
+                    } late[64];
 static unsigned n_late;
 static uint32_t landings, announced;   // since the program began
 
@@ -745,7 +746,8 @@ void cpu_late(uint32_t *p, uint32_t v, int adds)
     maybe_pause();
 }
 
-int cpu_own_late(const uint32_t *p, uint32_t *v)   // the last value that it stored there
+// the last value that it stored there
+int cpu_own_late(const uint32_t *p, uint32_t *v)
 {
     struct warp *w = self->warp;
     if (w->marked != w->generation + 1)
@@ -762,7 +764,8 @@ int cpu_own_late(const uint32_t *p, uint32_t *v)   // the last value that it sto
 void wait_hint(const uint32_t *p, uint32_t v)
 {
     if (one_in(8)) return;
-    for (int i = 0; i < 64 && (int32_t)(__atomic_load_n(p, __ATOMIC_RELAXED) - v) < 0; i++)
+    for (int i = 0; i < 64 && (int32_t)(__atomic_load_n(p, __ATOMIC_RELAXED) - v) < 0;
+         i++)
         pause_awake();
 }
 
@@ -783,7 +786,8 @@ void cpu_registers(unsigned n, int grow)
 {
     struct warp *w = self->warp;
     unsigned held = w->registers ? w->registers : registers_at_start(self->block);
-    if (n % 8 || n < 24 || n > 256) fail("%u registers: not a multiple of 8 in 24 to 256", n);
+    if (n % 8 || n < 24 || n > 256)
+        fail("%u registers: not a multiple of 8 in 24 to 256", n);
     if (grow ? n < held : n > held)
         fail("a warp with %u registers a thread cannot %s to %u", held,
              grow ? "grow" : "shrink", n);
@@ -805,7 +809,8 @@ static void check_warpgroups(const struct block *b)   // at its end
     for (unsigned i = 0; i + 3 < b->grid->threads / WARP; i += 4)
         for (unsigned j = 1; j < 4; j++)
             if (!b->warps[i].registers != !b->warps[i + j].registers)
-                fail("warps %u and %u of a warpgroup: only one changed its registers", i,
+                fail("warps %u and %u of a warpgroup: only one changed its registers",
+                     i,
                      i + j);
 }
 
@@ -1483,7 +1488,8 @@ static void run_until(bool (*done)(const void *), const void *what)
         struct fiber *next = pick();
         if (next)
             switch_to(next);
-        else if (!moved && !land_any(true) && !announce() && !deliver(true) && !look_again())
+        else if (!moved && !land_any(true) && !announce() && !deliver(true)
+                 && !look_again())
             deadlock("deadlock");
         if (steps > MOST_STEPS)
             deadlock("no progress: somebody spins by hand");

@@ -133,9 +133,11 @@ DEVICE void store_relaxed_4(uint32_t *p, bits128 x)
                  : "memory");
 }
 
-DEVICE void count_relaxed(uint32_t *p, uint32_t n)   /* what was there is not asked for */
+/* what was there is not asked for */
+DEVICE void count_relaxed(uint32_t *p, uint32_t n)
 {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n)
+                 : "memory");
 }
 enum { HINT_POLLS = 4096 };
 DEVICE void wait_hint(const uint32_t *p, uint32_t v)
@@ -469,7 +471,8 @@ DEVICE int piece_width(const struct product *p, int piece)
     return left < p->piece ? left : p->piece;
 }
 
-struct place { int kind, head, i; };   /* 0: a query, 1: a key, 2: a value; i < hd / 2 */
+/* 0: a query, 1: a key, 2: a value; i < hd / 2 */
+struct place { int kind, head, i; };
 
 DEVICE struct place place_of(const struct layer_args *a, int pair)
 {
@@ -480,7 +483,8 @@ DEVICE struct place place_of(const struct layer_args *a, int pair)
     return at;
 }
 
-struct span { int tiles, units; };   /* tiles of a group's old keys; units of this block */
+/* tiles of a group's old keys; units of this block */
+struct span { int tiles, units; };
 
 DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
 {
@@ -492,7 +496,8 @@ DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
 
 DEVICE int first_tile(const struct layer_args *a, struct span n, int split)
 {
-    return (int)((int64_t)n.tiles * split >> a->g.bits);   /* split may be splits: the end */
+    /* split may be splits: the end */
+    return (int)((int64_t)n.tiles * split >> a->g.bits);
 }
 
 DEVICE int chunks_before_tiles(const struct layer_args *a)   /* of this block, in QKV */
@@ -600,7 +605,8 @@ DEVICE uint32_t tagged(float value, uint32_t epoch)
 
 DEVICE float value_of(uint32_t word) { return bits_f32(word & ~(uint32_t)EPOCH_BITS); }
 
-DEVICE uint32_t stale(uint32_t word, uint32_t epoch) { return (word ^ epoch) & EPOCH_BITS; }
+DEVICE uint32_t stale(uint32_t word,
+                      uint32_t epoch) { return (word ^ epoch) & EPOCH_BITS; }
 
 DEVICE uint32_t any_stale(bits128 w, uint32_t epoch)
 {
@@ -660,7 +666,8 @@ DEVICE void fetch(const struct layer_args *a, struct shared *s, struct producer 
 }
 
 /* stream: where rows lie */
-struct rows { const char *at; int64_t stride; uint32_t bytes; };   /* from chunk to chunk */
+/* from chunk to chunk */
+struct rows { const char *at; int64_t stride; uint32_t bytes; };
 
 DEVICE const uint16_t *projection_rows(const struct layer_args *a, int pair, int half)
 {
@@ -669,11 +676,13 @@ DEVICE const uint16_t *projection_rows(const struct layer_args *a, int pair, int
     return w + ((int64_t)at.head * a->hd + at.i + half * (a->hd / 2)) * a->d;
 }
 
-DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int c, int half)
+DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int c,
+                           int half)
 {
     const struct product *m = a->g.p + phase;
     int64_t step = (int64_t)m->pairs * m->columns, several = phase == GATE_UP ? 1 : 2;
-    const uint16_t *w = phase == OUT ? a->o : phase == DOWN ? a->down : half ? a->up : a->gate;
+    const uint16_t *w = phase == OUT ? a->o : phase == DOWN ? a->down : half ? a->up
+        : a->gate;
     if (phase == QKV) w = projection_rows(a, c * m->pairs, half);
     else w += (several * c + (phase == GATE_UP ? 0 : half)) * step;
     struct rows r = { (const char *)(w + (int64_t)piece * m->piece),
@@ -682,8 +691,10 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int
     return r;
 }
 
-DEVICE void produce_piece(const struct layer_args *a, struct shared *s, struct producer *p,
-                          int phase, int piece, int i, int end)   /* chunks i to end - 1 */
+DEVICE void produce_piece(const struct layer_args *a, struct shared *s,
+                          struct producer *p,
+                          /* chunks i to end - 1 */
+                          int phase, int piece, int i, int end)
 {
     int blocks = (int)gridDim.x, c = rank_of_block(a, phase) + i * blocks;
     struct rows r = rows_of(a, phase, piece, c, p->half);
@@ -696,7 +707,8 @@ DEVICE void produce_piece(const struct layer_args *a, struct shared *s, struct p
 }
 
 /* stream: the producers */
-DEVICE void produce_unit(const struct layer_args *a, struct shared *s, struct producer *p,
+DEVICE void produce_unit(const struct layer_args *a, struct shared *s,
+                         struct producer *p,
                          struct span n, int64_t pos, int unit)
 {
     int kv = unit % a->g.groups / a->g.octets, split = unit / a->g.groups;
@@ -822,19 +834,23 @@ DEVICE void fetch_runs(bits128 *b, const uint16_t *from, int live)
     for (int i = 0; i < 4; i++) b[i] = i < live ? load_16(from + i * RUN) : none;
 }
 
-DEVICE void touch_runs(const uint16_t *from, int live)   /* into the first-level cache */
+/* into the first-level cache */
+DEVICE void touch_runs(const uint16_t *from, int live)
 {
     for (int i = 0; i < 4; i++)
         if (i < live) prefetch(from + i * RUN);
 }
 
-DEVICE void take_vector(const struct layer_args *a, struct shared *s, float *x, int phase,
-                        int piece, struct columns c, int warp, uint32_t epoch, int again)
+DEVICE void take_vector(const struct layer_args *a, struct shared *s, float *x,
+                        int phase,
+                        int piece, struct columns c, int warp, uint32_t epoch,
+                            int again)
 {
     const struct product *p = a->g.p + phase;
     int64_t from = (int64_t)piece * p->piece, at = from + c.first;
     int64_t to = from + piece_width(p, piece);
-    const uint16_t *weight = phase == QKV ? a->in_norm : phase == GATE_UP ? a->post_norm : 0;
+    const uint16_t *weight = phase == QKV ? a->in_norm : phase == GATE_UP ? a->post_norm
+        : 0;
     bits128 norm[4];
     if (weight && phase != QKV) touch_runs(weight + at, c.live);
     if (phase == QKV) {
@@ -842,8 +858,10 @@ DEVICE void take_vector(const struct layer_args *a, struct shared *s, float *x, 
         fetch_runs(given, a->x + at, c.live);
         for (int i = 0; i < 4; i++) widen(x + 8 * i, given[i]);
     } else {
-        const uint32_t *words = phase == OUT ? a->attended : phase == DOWN ? a->act : a->x1;
-        enum hint kind = phase == OUT ? HINT_ATTENDED : phase == DOWN ? HINT_ACT : HINT_X1;
+        const uint32_t *words = phase == OUT ? a->attended : phase == DOWN ? a->act
+            : a->x1;
+        enum hint kind = phase == OUT ? HINT_ATTENDED : phase == DOWN ? HINT_ACT
+            : HINT_X1;
         /* wait for the slices that this warp's columns are in */
         int64_t first = from + c.first - lane_id() * EIGHT, span = p->wide ? 4 * RUN : 2 * RUN;
         if (first < to)
@@ -871,7 +889,8 @@ DEVICE float dot(const bits128 *w, const float *x, int runs)
 
 struct lane {
     float x[32];
-    int row[2], first;   /* columns before this warp's rows; before this lane's, in a row */
+    /* columns before this warp's rows; before this lane's, in a row */
+    int row[2], first;
     int width, live;     /* columns of a row; runs that this lane has */
 };
 
@@ -914,6 +933,8 @@ struct consumer {
 };
 
 /* stream: multiply a chunk */
+DEVICE void settle_vector(float *x) { (void)x; }   /* it is multiplied as it is */
+
 DEVICE void load_weights(const struct lane *l, bits128 *w, const char *half, int pairs,
                          int runs)
 {
@@ -923,7 +944,8 @@ DEVICE void load_weights(const struct lane *l, bits128 *w, const char *half, int
                 w[q * runs + i] = load_16(half + 2 * (l->row[q] + l->first + i * RUN));
 }
 
-DEVICE void consume_chunks(const struct layer_args *a, struct shared *s, struct consumer *c,
+DEVICE void consume_chunks(const struct layer_args *a, struct shared *s,
+                           struct consumer *c,
                            const struct lane *l, int chunks, int pairs, int runs)
 {
     bits128 w[8] = {{{ 0 }}};   /* [half][pair][run] */
@@ -932,7 +954,8 @@ DEVICE void consume_chunks(const struct layer_args *a, struct shared *s, struct 
         float sums[4];
         for (int h = 0; h < 2; h++) {
             mbarrier_wait(s->full[h] + c->in.slot, c->in.odd);
-            load_weights(l, w + h * pairs * runs, slot_half(a, c->in.slot, h), pairs, runs);
+            load_weights(l, w + h * pairs * runs, slot_half(a, c->in.slot, h), pairs,
+                         runs);
         }
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);
@@ -970,8 +993,10 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
                 /* consume a piece of a batch */
                 int width = piece_width(p, piece);
                 struct columns c = columns_of(p, width, warp);
-                if (number != ATTEND)
+                if (number != ATTEND) {
                     take_vector(a, s, l.x, leg.phase, piece, c, warp, epoch, start > 0);
+                    settle_vector(l.x);
+                }
                 for (int q = 0; q < 2; q++) l.row[q] = (c.row + q) * width;
                 l.first = c.first, l.width = width, l.live = c.live;
                 w.place = place_of_sum(p, c, warp);
@@ -996,7 +1021,8 @@ DEVICE struct pair sum_across(struct pair y, int bits)
     return y;
 }
 
-DEVICE struct pair take_sums(struct shared *s, struct turn *in, int bits)   /* of across */
+/* of across */
+DEVICE struct pair take_sums(struct shared *s, struct turn *in, int bits)
 {
     mbarrier_wait(s->delivered + in->slot, in->odd);
     struct pair y = s->sum[in->slot][lane_id() % DELIVERED];
@@ -1007,7 +1033,8 @@ DEVICE struct pair take_sums(struct shared *s, struct turn *in, int bits)   /* o
 }
 
 /* stream: the epilogue */
-DEVICE struct pair take_pieces(const struct layer_args *a, struct shared *s, struct turn *in,
+DEVICE struct pair take_pieces(const struct layer_args *a, struct shared *s,
+                               struct turn *in,
                                struct leg l, int i)
 {
     const struct product *p = a->g.p + l.phase;
@@ -1018,7 +1045,8 @@ DEVICE struct pair take_pieces(const struct layer_args *a, struct shared *s, str
             UNROLL(1)
             for (int k = 0; k < end - i; k++) {
                 struct pair y = take_sums(s, in, 3);
-                if (lane_id() == 0 && piece) y.low += s->batch[k].low, y.high += s->batch[k].high;
+                if (lane_id() == 0 && piece)
+                    y.low += s->batch[k].low, y.high += s->batch[k].high;
                 if (lane_id() == 0) s->batch[k] = y;
             }
         __syncwarp();
@@ -1047,7 +1075,8 @@ DEVICE struct pair rotated(struct pair y, float c, float s)
 DEVICE void prepare_rotation(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     for (int i = lane_id(); i < a->hd / 2; i += 32) {
-        double turns = (double)pos * a->turn[i] * 0.15915494309189533577;   /* 1 / 2 pi */
+        /* 1 / 2 pi */
+        double turns = (double)pos * a->turn[i] * 0.15915494309189533577;
         float x = (float)(2 * (turns - rint(turns)));             /* within -1 .. 1 */
         s->cosine[i] = cospif(x), s->sine[i] = sinpif(x);
     }
@@ -1055,7 +1084,8 @@ DEVICE void prepare_rotation(const struct layer_args *a, struct shared *s, int64
 }
 
 DEVICE void finish_projection(const struct layer_args *a, const struct shared *s,
-                              int64_t pos, struct place at, struct pair y, uint32_t epoch)
+                              int64_t pos, struct place at, struct pair y,
+                                  uint32_t epoch)
 {
     int half = a->hd / 2, column = at.head * a->hd + at.i;
     if (at.kind < 2) y = rotated(y, s->cosine[at.i], s->sine[at.i]);
@@ -1089,7 +1119,8 @@ DEVICE struct walk walk_of(const struct layer_args *a, struct leg l)
     return w;
 }
 
-DEVICE void finish_projections(const struct layer_args *a, struct shared *s, struct turn *in,
+DEVICE void finish_projections(const struct layer_args *a, struct shared *s,
+                               struct turn *in,
                                struct leg l, int64_t pos, uint32_t epoch)
 {
     struct walk w = walk_of(a, l);
@@ -1098,7 +1129,8 @@ DEVICE void finish_projections(const struct layer_args *a, struct shared *s, str
     float factor = 0;
     UNROLL(1)
     for (int i = l.from; i < l.to; i++, w.first += w.step) {
-        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i) : take_sums(s, in, bits);
+        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)
+            : take_sums(s, in, bits);
         if (i == l.from) factor = norm_factor(a, s, QKV);
         y.low *= factor, y.high *= factor;
         struct place at = place_of(a, w.first + w.pair);
@@ -1108,7 +1140,8 @@ DEVICE void finish_projections(const struct layer_args *a, struct shared *s, str
     }
 }
 
-DEVICE void finish_gate_up(const struct layer_args *a, struct shared *s, struct turn *in,
+DEVICE void finish_gate_up(const struct layer_args *a, struct shared *s,
+                           struct turn *in,
                            struct leg l, uint32_t epoch)
 {
     struct walk w = walk_of(a, l);
@@ -1117,7 +1150,8 @@ DEVICE void finish_gate_up(const struct layer_args *a, struct shared *s, struct 
     float factor = 0;
     UNROLL(1)
     for (int i = l.from; i < l.to; i++, w.first += w.step) {
-        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i) : take_sums(s, in, bits);
+        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)
+            : take_sums(s, in, bits);
         if (i == l.from) factor = norm_factor(a, s, GATE_UP);
         float gate = y.low * factor, up = y.high * factor;
         float act = gate / (1 + exp2_approx(-LOG2_E * gate)) * up;
@@ -1132,7 +1166,8 @@ DEVICE struct residuals fetch_residuals(const struct layer_args *a, int phase, i
                                         int pairs, uint32_t epoch)
 {
     struct residuals r;
-    if (phase == DOWN) r.low = load_relaxed(a->x1 + row), r.high = load_relaxed(a->x1 + row + pairs);
+    if (phase == DOWN)
+        r.low = load_relaxed(a->x1 + row), r.high = load_relaxed(a->x1 + row + pairs);
     else {
         r.low = (uint32_t)a->x[row] << 16 | (epoch & EPOCH_BITS);
         r.high = (uint32_t)a->x[row + pairs] << 16 | (epoch & EPOCH_BITS);
@@ -1140,7 +1175,8 @@ DEVICE struct residuals fetch_residuals(const struct layer_args *a, int phase, i
     return r;
 }
 
-DEVICE float residual(const struct layer_args *a, uint32_t word, int row, uint32_t epoch)
+DEVICE float residual(const struct layer_args *a, uint32_t word, int row,
+                      uint32_t epoch)
 {
     while (stale(word, epoch)) {
         retry_values(a->x1 + row);
@@ -1160,7 +1196,8 @@ DEVICE void finish_rows(const struct layer_args *a, struct shared *s, struct tur
     if (w.mine && l.from < l.to) next = fetch_residuals(a, l.phase, row, pairs, epoch);
     UNROLL(1)
     for (int i = l.from; i < l.to; i++, w.first += w.step, row += 2 * w.step) {
-        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i) : take_sums(s, in, bits);
+        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)
+            : take_sums(s, in, bits);
         /* add the residuals of a chunk, and fetch those of the next */
         now = next;
         if (w.mine && i + 1 < l.to)
@@ -1209,10 +1246,12 @@ DEVICE void take_queries(const struct layer_args *a, uint32_t q[8][4], int group
                          uint32_t epoch, int hd)
 {
     int g = lane_id() / 4, t = lane_id() % 4, heads = heads_of(a, group);
-    int row = first_head(a, group) + (g < heads ? g : 0);   /* others: the first again */
+    /* others: the first again */
+    int row = first_head(a, group) + (g < heads ? g : 0);
     const uint32_t *from = a->roped_q + row * hd + 8 * t;
     if (lane_id() < heads)
-        wait_hint(hint_of(a, HINT_Q, first_head(a, group) + lane_id()), epoch * (uint32_t)hd);
+        wait_hint(hint_of(a, HINT_Q, first_head(a, group) + lane_id()),
+                  epoch * (uint32_t)hd);
     __syncwarp();
     for (;;) {
         bits128 w[4][2];
@@ -1229,7 +1268,8 @@ DEVICE void take_queries(const struct layer_args *a, uint32_t q[8][4], int group
 }
 
 /* attention: a tile */
-DEVICE void load_keys(bits128 k[2][4], const char *tile, int hd)   /* from this warp's keys */
+/* from this warp's keys */
+DEVICE void load_keys(bits128 k[2][4], const char *tile, int hd)
 {
     int g = lane_id() / 4, t = lane_id() % 4, odd = g % 2;
     for (int n = 0; n < 2; n++)
@@ -1262,7 +1302,8 @@ DEVICE void load_values(bits128 v[4][2], const char *tile, int keys, int hd)
     for (int i = 0; i < 4; i++) {
         int key = i / 2 * 8 + 2 * t + i % 2;
         for (int j = 0; j < hd / 64; j++)
-            v[i][j] = key < keys ? load_16(tile + key * 2 * hd + 128 * j + 16 * g) : none;
+            v[i][j] = key < keys ? load_16(tile + key * 2 * hd + 128 * j + 16 * g)
+                : none;
     }
 }
 
@@ -1279,7 +1320,8 @@ DEVICE void add_values(float sum[16][4], const uint32_t p[4], bits128 v[4][2], i
 
 DEVICE float base_of(float max) { return max == -INFINITY ? 0 : max; }
 
-struct online { float max, weight, sum[16][4]; };   /* of head g; see the output's order */
+/* of head g; see the output's order */
+struct online { float max, weight, sum[16][4]; };
 
 DEVICE void soften(struct online *u, float score[2][2], int keys, float scale,
                    uint32_t p[4], int hd)
@@ -1315,7 +1357,8 @@ DEVICE void attend_tile(const struct layer_args *a, struct shared *s, struct tur
     mbarrier_wait(s->full[0] + t.slot, t.odd);
     if (keys > 0) load_keys(k, slot_half(a, t.slot, 0) + 16 * warp * 2 * hd, hd);
     mbarrier_wait(s->full[1] + t.slot, t.odd);
-    if (keys > 0) load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd);
+    if (keys > 0)
+        load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd);
     __syncwarp();
     if (lane_id() < CONSUMERS / ATTENTION) mbarrier_arrive(s->empty + t.slot);
     if (keys <= 0) return;
@@ -1374,7 +1417,8 @@ DEVICE void attend_unit(const struct layer_args *a, struct shared *s, struct spa
     UNROLL(1)
     for (int t = first_tile(a, n, split); t < end; t++) {
         int64_t left = pos - (int64_t)t * TILE_KEYS;
-        attend_tile(a, s, *in, &u, q, left < TILE_KEYS ? (int)left : TILE_KEYS, warp, hd);
+        attend_tile(a, s, *in, &u, q, left < TILE_KEYS ? (int)left : TILE_KEYS, warp,
+                    hd);
         next_turn(in, a->g.slots);
     }
     keep_sums(s, &u, warp, hd);
@@ -1406,13 +1450,15 @@ DEVICE void take_part(const struct layer_args *a, struct part *p, int unit, int 
     }
 }
 
-DEVICE void merge_parts(struct part *p, float sum[2][4], int side)   /* over the units */
+/* over the units */
+DEVICE void merge_parts(struct part *p, float sum[2][4], int side)
 {
     float max = p->max;
     for (int m = side; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
     float f = exp2_approx(p->max - base_of(max));
     p->max = max, p->weight *= f;
-    for (int j = 0; j < 8; j++) sum[j / 4][j % 4] = f * value_of(p->sum[j / 4].v[j % 4]);
+    for (int j = 0; j < 8; j++)
+        sum[j / 4][j % 4] = f * value_of(p->sum[j / 4].v[j % 4]);
     UNROLL(1)
     for (int m = side; m < 32; m *= 2) {
         p->weight += shfl_xor_f32(p->weight, m);
@@ -1427,7 +1473,8 @@ DEVICE void take_newest(const struct layer_args *a, struct newest *n, int group,
                         bits128 query, int at, int side, uint32_t epoch)
 {
     int kv = group / a->g.octets, i = 4 * lane_id() % a->hd;
-    const uint32_t *k = a->new_k + kv * a->hd + i, *v = a->new_v + kv * a->hd + at % a->hd;
+    const uint32_t *k = a->new_k + kv * a->hd + i,
+        *v = a->new_v + kv * a->hd + at % a->hd;
     float dot = 0;
     if (lane_id() == 0)
         wait_hint(hint_of(a, HINT_ROW, kv), epoch * 2 * (uint32_t)a->hd);
@@ -1439,7 +1486,8 @@ DEVICE void take_newest(const struct layer_args *a, struct newest *n, int group,
         uint32_t wrong = any_stale(key, epoch) | any_stale(n->value[0], epoch)
                        | any_stale(n->value[1], epoch);
         dot = 0;
-        for (int j = 0; j < 4; j++) dot = fmaf(value_of(query.v[j]), value_of(key.v[j]), dot);
+        for (int j = 0; j < 4; j++)
+            dot = fmaf(value_of(query.v[j]), value_of(key.v[j]), dot);
         if (!any_lane(wrong)) break;
         retry_values(v);
     }
@@ -1447,7 +1495,8 @@ DEVICE void take_newest(const struct layer_args *a, struct newest *n, int group,
     n->score = dot * a->score_scale * LOG2_E;
 }
 
-DEVICE void merge_slice(const struct layer_args *a, int number, int warp, uint32_t epoch)
+DEVICE void merge_slice(const struct layer_args *a, int number, int warp,
+                        uint32_t epoch)
 {
     int group = number % a->g.groups, splits = a->g.splits, side = 32 / splits;
     int width = HEADS * a->hd / (splits * ATTENTION);   /* numbers of a warp */
@@ -1458,9 +1507,11 @@ DEVICE void merge_slice(const struct layer_args *a, int number, int warp, uint32
     float sum[2][4];
     if (head >= heads_of(a, group)) return;
     bits128 query = load_relaxed_4(a->roped_q + (first_head(a, group) + head) * a->hd
-                                   + 4 * lane_id() % a->hd);   /* seen by this warp's unit */
+                                   /* seen by this warp's unit */
+                                   + 4 * lane_id() % a->hd);
     if (lane_id() == 0)
-        wait_hint(hint_of(a, HINT_UNITS, group), epoch * (uint32_t)(ATTENTION * splits));
+        wait_hint(hint_of(a, HINT_UNITS, group),
+                  epoch * (uint32_t)(ATTENTION * splits));
     __syncwarp();
     take_part(a, &p, group * splits + lane_id() / side, head, at, side, epoch);
     merge_parts(&p, sum, side);
@@ -1473,8 +1524,10 @@ DEVICE void merge_slice(const struct layer_args *a, int number, int warp, uint32
     for (int j = 0; j < 2 && j < a->hd / 64; j++) {
         bits128 out;
         for (int i = 0; i < 4; i++)
-            out.v[i] = tagged((old * sum[j][i] + now * value_of(n.value[j].v[i])) / weight, epoch);
-        if (lane_id() < side) store_relaxed_4(a->attended + column + at + 4 * side * j, out);
+            out.v[i] = tagged((old * sum[j][i] + now * value_of(n.value[j].v[i])) / weight,
+                              epoch);
+        if (lane_id() < side)
+            store_relaxed_4(a->attended + column + at + 4 * side * j, out);
     }
     __syncwarp();
     if (lane_id() == 0)

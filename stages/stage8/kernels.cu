@@ -256,9 +256,11 @@ DEVICE void store_relaxed_4(uint32_t *p, bits128 x)
                  : "memory");
 }
 
-DEVICE void count_relaxed(uint32_t *p, uint32_t n)   /* what was there is not asked for */
+/* what was there is not asked for */
+DEVICE void count_relaxed(uint32_t *p, uint32_t n)
 {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n)
+                 : "memory");
 }
 enum { HINT_POLLS = 4096 };
 DEVICE void wait_hint(const uint32_t *p, uint32_t v)
@@ -426,6 +428,7 @@ DEVICE float exp2_approx(float x)   /* within two units in the last place */
 #include "device.h"
 #endif
 
+/* packed: the parts of the kernel */
 /* packed: what the kernels are given */
 /* a position, given or to be found on the device */
 struct position {
@@ -622,7 +625,8 @@ DEVICE int piece_width(const struct product *p, int piece)
     return left < p->piece ? left : p->piece;
 }
 
-struct place { int kind, head, i; };   /* 0: a query, 1: a key, 2: a value; i < hd / 2 */
+/* 0: a query, 1: a key, 2: a value; i < hd / 2 */
+struct place { int kind, head, i; };
 
 DEVICE struct place place_of(const struct layer_args *a, int pair)
 {
@@ -633,7 +637,8 @@ DEVICE struct place place_of(const struct layer_args *a, int pair)
     return at;
 }
 
-struct span { int tiles, units; };   /* tiles of a group's old keys; units of this block */
+/* tiles of a group's old keys; units of this block */
+struct span { int tiles, units; };
 
 DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
 {
@@ -645,7 +650,8 @@ DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
 
 DEVICE int first_tile(const struct layer_args *a, struct span n, int split)
 {
-    return (int)((int64_t)n.tiles * split >> a->g.bits);   /* split may be splits: the end */
+    /* split may be splits: the end */
+    return (int)((int64_t)n.tiles * split >> a->g.bits);
 }
 
 DEVICE int chunks_before_tiles(const struct layer_args *a)   /* of this block, in QKV */
@@ -753,7 +759,8 @@ DEVICE uint32_t tagged(float value, uint32_t epoch)
 
 DEVICE float value_of(uint32_t word) { return bits_f32(word & ~(uint32_t)EPOCH_BITS); }
 
-DEVICE uint32_t stale(uint32_t word, uint32_t epoch) { return (word ^ epoch) & EPOCH_BITS; }
+DEVICE uint32_t stale(uint32_t word,
+                      uint32_t epoch) { return (word ^ epoch) & EPOCH_BITS; }
 
 DEVICE uint32_t any_stale(bits128 w, uint32_t epoch)
 {
@@ -854,7 +861,8 @@ DEVICE uint32_t exceptions_in(bits128 w, int base)   /* a bit for each of the ei
 }
 
 /* packed: the exceptions of a row */
-struct fix { float inputs, products, scale; };   /* of a row: sums of x and of w x over E */
+/* of a row: sums of x and of w x over E */
+struct fix { float inputs, products, scale; };
 
 DEVICE void add_exception(struct fix *f, uint32_t weight, float x)
 {
@@ -871,7 +879,8 @@ DEVICE float corrected(float sum, struct fix f)
 /* packed: where rows lie */
 struct more {   /* of shared memory */
     struct fix fix[SUMS][2][DELIVERED];
-    int32_t window[2][MAX_SLOTS];   /* its lowest exponent, of what is in a half; 0: raw */
+    /* its lowest exponent, of what is in a half; 0: raw */
+    int32_t window[2][MAX_SLOTS];
 };
 DEVICE struct more *more_shared(void)
 {
@@ -884,7 +893,8 @@ DEVICE int matrix_of(const struct layer_args *a, int phase, int c, int half)
     return phase == OUT ? W_O : phase == DOWN ? W_DOWN : W_GATE + half;
 }
 
-DEVICE int64_t row_of(const struct layer_args *a, int phase, int c, int half)   /* the first */
+/* the first */
+DEVICE int64_t row_of(const struct layer_args *a, int phase, int c, int half)
 {
     int pairs = a->g.p[phase].pairs;
     if (phase == GATE_UP) return (int64_t)c * pairs;
@@ -895,7 +905,8 @@ DEVICE int64_t row_of(const struct layer_args *a, int phase, int c, int half)   
 
 struct rows { const char *at; int64_t stride; uint32_t bytes; int32_t window; };
 
-DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int c, int half)
+DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int c,
+                           int half)
 {
     const struct product *p = a->g.p + phase;
     const struct matrix *m = a->m + matrix_of(a, phase, c, half);
@@ -909,8 +920,10 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int
     return r;
 }
 
-DEVICE void produce_piece(const struct layer_args *a, struct shared *s, struct producer *p,
-                          int phase, int piece, int i, int end)   /* chunks i to end - 1 */
+DEVICE void produce_piece(const struct layer_args *a, struct shared *s,
+                          struct producer *p,
+                          /* chunks i to end - 1 */
+                          int phase, int piece, int i, int end)
 {
     int blocks = (int)gridDim.x, c = rank_of_block(a, phase) + i * blocks;
     struct rows r = rows_of(a, phase, piece, c, p->half);
@@ -925,7 +938,8 @@ DEVICE void produce_piece(const struct layer_args *a, struct shared *s, struct p
 }
 
 /* stream: the producers */
-DEVICE void produce_unit(const struct layer_args *a, struct shared *s, struct producer *p,
+DEVICE void produce_unit(const struct layer_args *a, struct shared *s,
+                         struct producer *p,
                          struct span n, int64_t pos, int unit)
 {
     int kv = unit % a->g.groups / a->g.octets, split = unit / a->g.groups;
@@ -1051,19 +1065,23 @@ DEVICE void fetch_runs(bits128 *b, const uint16_t *from, int live)
     for (int i = 0; i < 4; i++) b[i] = i < live ? load_16(from + i * RUN) : none;
 }
 
-DEVICE void touch_runs(const uint16_t *from, int live)   /* into the first-level cache */
+/* into the first-level cache */
+DEVICE void touch_runs(const uint16_t *from, int live)
 {
     for (int i = 0; i < 4; i++)
         if (i < live) prefetch(from + i * RUN);
 }
 
-DEVICE void take_vector(const struct layer_args *a, struct shared *s, float *x, int phase,
-                        int piece, struct columns c, int warp, uint32_t epoch, int again)
+DEVICE void take_vector(const struct layer_args *a, struct shared *s, float *x,
+                        int phase,
+                        int piece, struct columns c, int warp, uint32_t epoch,
+                            int again)
 {
     const struct product *p = a->g.p + phase;
     int64_t from = (int64_t)piece * p->piece, at = from + c.first;
     int64_t to = from + piece_width(p, piece);
-    const uint16_t *weight = phase == QKV ? a->in_norm : phase == GATE_UP ? a->post_norm : 0;
+    const uint16_t *weight = phase == QKV ? a->in_norm : phase == GATE_UP ? a->post_norm
+        : 0;
     bits128 norm[4];
     if (weight && phase != QKV) touch_runs(weight + at, c.live);
     if (phase == QKV) {
@@ -1071,8 +1089,10 @@ DEVICE void take_vector(const struct layer_args *a, struct shared *s, float *x, 
         fetch_runs(given, a->x + at, c.live);
         for (int i = 0; i < 4; i++) widen(x + 8 * i, given[i]);
     } else {
-        const uint32_t *words = phase == OUT ? a->attended : phase == DOWN ? a->act : a->x1;
-        enum hint kind = phase == OUT ? HINT_ATTENDED : phase == DOWN ? HINT_ACT : HINT_X1;
+        const uint32_t *words = phase == OUT ? a->attended : phase == DOWN ? a->act
+            : a->x1;
+        enum hint kind = phase == OUT ? HINT_ATTENDED : phase == DOWN ? HINT_ACT
+            : HINT_X1;
         /* wait for the slices that this warp's columns are in */
         int64_t first = from + c.first - lane_id() * EIGHT, span = p->wide ? 4 * RUN : 2 * RUN;
         if (first < to)
@@ -1100,7 +1120,8 @@ DEVICE float dot(const bits128 *w, const float *x, int runs)
 
 struct lane {
     float x[32];
-    int row[2], first;   /* columns before this warp's rows; before this lane's, in a row */
+    /* columns before this warp's rows; before this lane's, in a row */
+    int row[2], first;
     int width, live;     /* columns of a row; runs that this lane has */
 };
 
@@ -1171,57 +1192,31 @@ DEVICE void load_step(bits128 *w, struct row r, int k)   /* the step from column
     w[1] = unpack(bottoms.v[2], bottoms.v[3], tops.v[1]);
 }
 
-DEVICE void load_window(const struct lane *l, bits128 *w, const char *half, int row, int runs,
-                        int window)
-{
-    struct row r = { half + row / 2 * 3, l->width };
-    int k = l->first - EIGHT * lane_id();   /* columns before this warp's */
-    (void)window;
-    for (int i = 0; i < runs; i += 2, k += STEP) {
-        if (k + STEP <= r.n) load_step(w + i, r, k);
-        else
-            for (int u = i; u < i + 2; u++)
-                if (u < l->live) w[u] = eight_at(r, l->first + u * RUN);
-    }
-}
 #else
 DEVICE void load_step(bits128 *w, struct row r, int k) { (void)w, (void)r, (void)k; }
-
-/* twin: take raw weights into the window */
-DEVICE void load_window(const struct lane *l, bits128 *w, const char *half, int row, int runs,
-                        int window)
-{
-    for (int i = 0; i < runs; i++) {
-        if (i >= l->live) continue;
-        w[i] = load_16(half + 2 * (row + l->first + i * RUN));
-        for (int j = 0; j < 4; j++)
-            w[i].v[j] = into_window(w[i].v[j] & 0xffffu, window)
-                      | into_window(w[i].v[j] >> 16, window) << 16;
-    }
-}
 #endif
 
-DEVICE void load_row(const struct lane *l, bits128 *w, const char *half, int row, int runs,
-                     int window)
+DEVICE void settle_vector(float *x)   /* two numbers become two pairs: hi, lo */
 {
-    bits128 none = {{ 0, 0, 0, 0 }};
-    for (int i = 0; i < runs; i++) w[i] = none;
-    if (window) load_window(l, w, half, row, runs, window);
-    else
-        for (int i = 0; i < runs; i++)
-            if (i < l->live) w[i] = load_16(half + 2 * (row + l->first + i * RUN));
+    for (int i = 0; i < 32; i += 2) {
+        uint32_t hi, lo;
+        split_pair(x[i], x[i + 1], &hi, &lo);
+        x[i] = bits_f32(hi), x[i + 1] = bits_f32(lo);
+    }
 }
 
-struct halves { uint32_t hi[16], lo[16]; };   /* of the vector, two numbers a word */
-
-DEVICE void multiply_runs(float c[2][4], const struct halves *x, const bits128 *low,
-                          const bits128 *high, int first, int runs)   /* of the vector's */
+DEVICE void multiply_runs(float c[2][4], const float *x, const bits128 *low,
+                          const bits128 *high, int runs)   /* x: of the first run */
 {
     for (int i = 0; i < runs; i++)
         for (int k = 0; k < 4; k += 2) {
-            uint32_t a[4] = { low[i].v[k], high[i].v[k], low[i].v[k + 1], high[i].v[k + 1] };
-            mma_bf16(c[0], a, x->hi + 4 * (first + i) + k);
-            mma_bf16(c[1], a, x->lo + 4 * (first + i) + k);
+            const float *v = x + 8 * i + 2 * k;
+            uint32_t hi[2] = { f32_bits(v[0]), f32_bits(v[2]) };
+            uint32_t lo[2] = { f32_bits(v[1]), f32_bits(v[3]) };
+            uint32_t a[4] = { low[i].v[k], high[i].v[k],
+                              low[i].v[k + 1], high[i].v[k + 1] };
+            mma_bf16(c[0], a, hi);
+            mma_bf16(c[1], a, lo);
         }
 }
 
@@ -1233,7 +1228,7 @@ DEVICE void take_diagonal(float c[2][4], float *low, float *high)
 }
 
 DEVICE void multiply_steps(const struct layer_args *a, const struct lane *l,
-                           const struct halves *x, struct turn t, int pairs, int runs,
+                           struct turn t, int pairs, int runs,
                            float *sums)
 {
     int k = l->first - EIGHT * lane_id();   /* columns before this warp's */
@@ -1247,42 +1242,60 @@ DEVICE void multiply_steps(const struct layer_args *a, const struct lane *l,
             if (k + (i / 2 + 1) * STEP > l->width) break;
             load_step(w[0], low, k + i / 2 * STEP);
             load_step(w[1], high, k + i / 2 * STEP);
-            multiply_runs(c, x, w[0], w[1], i, 2);
+            multiply_runs(c, l->x + 8 * i, w[0], w[1], 2);
         }
         take_diagonal(c, sums + q, sums + pairs + q);
     }
 }
 
+DEVICE bits128 load_run(const struct lane *l, const char *half, int row, int i,
+                        int window)
+{
+    int column = l->first + i * RUN;
+    bits128 w = {{ 0, 0, 0, 0 }};
+    if (i >= l->live) return w;
+#ifndef TWIN
+    struct row r = { half + row / 2 * 3, l->width };
+    if (window) return eight_at(r, column);
+#endif
+    w = load_16(half + 2 * (row + column));
+    /* twin: move the weights into the window */
+    #ifdef TWIN
+    for (int j = 0; window && j < 4; j++)
+        w.v[j] = into_window(w.v[j] & 0xffffu, window)
+               | into_window(w.v[j] >> 16, window) << 16;
+    #endif
+    return w;
+}
+
 DEVICE void multiply_any(const struct layer_args *a, const struct lane *l,
-                         const struct halves *x, struct turn t, int pairs, int runs,
+                         struct turn t, int pairs, int runs,
                          float *sums)
 {
-    UNROLL(1)
+    const int *window[2] = { more_shared()->window[0], more_shared()->window[1] };
     for (int q = 0; q < pairs; q++) {
-        float c[2][4] = {{ 0, 0, 0, 0 }, { 0, 0, 0, 0 }}, low, high;
-        bits128 w[2][4];
-        for (int h = 0; h < 2; h++)
-            load_row(l, w[h], slot_half(a, t.slot, h), q ? l->row[1] : l->row[0], runs,
-                     more_shared()->window[h][t.slot]);
-        multiply_runs(c, x, w[0], w[1], 0, runs);
-        take_diagonal(c, &low, &high);
-        if (q) sums[1] = low, sums[pairs + 1] = high;
-        else sums[0] = low, sums[pairs] = high;
+        float c[2][4] = {{ 0, 0, 0, 0 }, { 0, 0, 0, 0 }};
+        for (int i = 0; i < runs; i++) {
+            bits128 low
+                = load_run(l, slot_half(a, t.slot, 0), l->row[q], i, window[0][t.slot]);
+            bits128 high
+                = load_run(l, slot_half(a, t.slot, 1), l->row[q], i, window[1][t.slot]);
+            multiply_runs(c, l->x + 8 * i, &low, &high, 1);
+        }
+        take_diagonal(c, sums + q, sums + pairs + q);
     }
 }
 
 DEVICE void consume_by(const struct layer_args *a, struct shared *s, struct consumer *c,
                        const struct lane *l, int chunks, int pairs, int runs, int steps)
 {
-    struct halves x;
-    for (int i = 0; i < 16; i++) split_pair(l->x[2 * i], l->x[2 * i + 1], x.hi + i, x.lo + i);
     UNROLL(1)
     for (int i = 0; i < chunks; i++) {
         float sums[4];
         mbarrier_wait(s->full[0] + c->in.slot, c->in.odd);
         mbarrier_wait(s->full[1] + c->in.slot, c->in.odd);
-        if (steps) multiply_steps(a, l, &x, c->in, pairs, runs, sums);
-        else multiply_any(a, l, &x, c->in, pairs, runs, sums);
+        if (steps) multiply_steps(a, l, c->in, pairs, runs, sums);
+        else multiply_any(a, l, c->in, pairs, runs, sums);
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);
         next_turn(&c->in, a->g.slots);
@@ -1290,7 +1303,8 @@ DEVICE void consume_by(const struct layer_args *a, struct shared *s, struct cons
     }
 }
 
-DEVICE void consume_chunks(const struct layer_args *a, struct shared *s, struct consumer *c,
+DEVICE void consume_chunks(const struct layer_args *a, struct shared *s,
+                           struct consumer *c,
                            const struct lane *l, int chunks, int pairs, int runs)
 {
     int steps = a->whole_steps && l->width % STEP == 0;
@@ -1325,8 +1339,10 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
                 /* consume a piece of a batch */
                 int width = piece_width(p, piece);
                 struct columns c = columns_of(p, width, warp);
-                if (number != ATTEND)
+                if (number != ATTEND) {
                     take_vector(a, s, l.x, leg.phase, piece, c, warp, epoch, start > 0);
+                    settle_vector(l.x);
+                }
                 for (int q = 0; q < 2; q++) l.row[q] = (c.row + q) * width;
                 l.first = c.first, l.width = width, l.live = c.live;
                 w.place = place_of_sum(p, c, warp);
@@ -1340,9 +1356,11 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
 }
 
 /* packed: the warp of the exceptions */
-DEVICE float input_at(const struct layer_args *a, int phase, int64_t column, uint32_t epoch)
+DEVICE float input_at(const struct layer_args *a, int phase, int64_t column,
+                      uint32_t epoch)
 {
-    if (phase == QKV) return bf16_to_f32(a->x[column]) * bf16_to_f32(a->in_norm[column]);
+    if (phase == QKV)
+        return bf16_to_f32(a->x[column]) * bf16_to_f32(a->in_norm[column]);
     const uint32_t *from = (phase == OUT ? a->attended : phase == DOWN ? a->act : a->x1)
                          + column;
     uint32_t word = load_relaxed(from);
@@ -1355,7 +1373,8 @@ DEVICE float input_at(const struct layer_args *a, int phase, int64_t column, uin
 }
 
 #ifndef TWIN
-DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c, int half,
+DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c,
+                         int half,
                          int pair, uint32_t epoch)
 {
     const struct matrix *m = a->m + matrix_of(a, phase, c, half);
@@ -1375,7 +1394,8 @@ DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c
 }
 #else
 /* twin: find the exceptions of a row */
-DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c, int half,
+DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c,
+                         int half,
                          int pair, uint32_t epoch)
 {
     const struct product *p = a->g.p + phase;
@@ -1395,10 +1415,13 @@ DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c
 }
 #endif
 
-DEVICE void deliver_fix(struct shared *s, struct turn *out, struct fix f, int row, int bits)
-{                                        /* row < 0: not of this chunk; of 2^bits pairs */
+DEVICE void deliver_fix(struct shared *s, struct turn *out, struct fix f, int row,
+                        int bits)
+/* row < 0: not of this chunk; of 2^bits pairs */
+{
     mbarrier_wait(s->taken + out->slot, out->odd ^ 1);
-    if (row >= 0) more_shared()->fix[out->slot][row >> bits][row & ((1 << bits) - 1)] = f;
+    if (row >= 0)
+        more_shared()->fix[out->slot][row >> bits][row & ((1 << bits) - 1)] = f;
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(s->delivered + out->slot);
     next_turn(out, SUMS);
@@ -1416,7 +1439,8 @@ DEVICE void fix_chunks(const struct layer_args *a, struct shared *s, struct turn
         struct fix f = { 0, 0, 1 };
         int c = rank_of_block(a, phase) + (i + mine) * blocks;
         if (mine < several && i + mine < end)
-            f = fix_of(a, phase, piece, c, row >> bits, row & ((1 << bits) - 1), epoch);
+            f = fix_of(a, phase, piece, c, row >> bits, row & ((1 << bits) - 1),
+                       epoch);
         for (int j = 0; j < several && i + j < end; j++)
             deliver_fix(s, out, f, j == mine ? row : -1, bits);
     }
@@ -1451,7 +1475,8 @@ DEVICE struct pair sum_across(struct pair y, int bits)
     return y;
 }
 
-DEVICE struct pair take_sums(struct shared *s, struct turn *in, int bits)   /* of across */
+/* of across */
+DEVICE struct pair take_sums(struct shared *s, struct turn *in, int bits)
 {
     int lane = lane_id() % DELIVERED, pair = lane >> bits;
     mbarrier_wait(s->delivered + in->slot, in->odd);
@@ -1467,7 +1492,8 @@ DEVICE struct pair take_sums(struct shared *s, struct turn *in, int bits)   /* o
 }
 
 /* stream: the epilogue */
-DEVICE struct pair take_pieces(const struct layer_args *a, struct shared *s, struct turn *in,
+DEVICE struct pair take_pieces(const struct layer_args *a, struct shared *s,
+                               struct turn *in,
                                struct leg l, int i)
 {
     const struct product *p = a->g.p + l.phase;
@@ -1478,7 +1504,8 @@ DEVICE struct pair take_pieces(const struct layer_args *a, struct shared *s, str
             UNROLL(1)
             for (int k = 0; k < end - i; k++) {
                 struct pair y = take_sums(s, in, 3);
-                if (lane_id() == 0 && piece) y.low += s->batch[k].low, y.high += s->batch[k].high;
+                if (lane_id() == 0 && piece)
+                    y.low += s->batch[k].low, y.high += s->batch[k].high;
                 if (lane_id() == 0) s->batch[k] = y;
             }
         __syncwarp();
@@ -1507,7 +1534,8 @@ DEVICE struct pair rotated(struct pair y, float c, float s)
 DEVICE void prepare_rotation(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     for (int i = lane_id(); i < a->hd / 2; i += 32) {
-        double turns = (double)pos * a->turn[i] * 0.15915494309189533577;   /* 1 / 2 pi */
+        /* 1 / 2 pi */
+        double turns = (double)pos * a->turn[i] * 0.15915494309189533577;
         float x = (float)(2 * (turns - rint(turns)));             /* within -1 .. 1 */
         s->cosine[i] = cospif(x), s->sine[i] = sinpif(x);
     }
@@ -1515,7 +1543,8 @@ DEVICE void prepare_rotation(const struct layer_args *a, struct shared *s, int64
 }
 
 DEVICE void finish_projection(const struct layer_args *a, const struct shared *s,
-                              int64_t pos, struct place at, struct pair y, uint32_t epoch)
+                              int64_t pos, struct place at, struct pair y,
+                                  uint32_t epoch)
 {
     int half = a->hd / 2, column = at.head * a->hd + at.i;
     if (at.kind < 2) y = rotated(y, s->cosine[at.i], s->sine[at.i]);
@@ -1549,7 +1578,8 @@ DEVICE struct walk walk_of(const struct layer_args *a, struct leg l)
     return w;
 }
 
-DEVICE void finish_projections(const struct layer_args *a, struct shared *s, struct turn *in,
+DEVICE void finish_projections(const struct layer_args *a, struct shared *s,
+                               struct turn *in,
                                struct leg l, int64_t pos, uint32_t epoch)
 {
     struct walk w = walk_of(a, l);
@@ -1558,7 +1588,8 @@ DEVICE void finish_projections(const struct layer_args *a, struct shared *s, str
     float factor = 0;
     UNROLL(1)
     for (int i = l.from; i < l.to; i++, w.first += w.step) {
-        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i) : take_sums(s, in, bits);
+        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)
+            : take_sums(s, in, bits);
         if (i == l.from) factor = norm_factor(a, s, QKV);
         y.low *= factor, y.high *= factor;
         struct place at = place_of(a, w.first + w.pair);
@@ -1568,7 +1599,8 @@ DEVICE void finish_projections(const struct layer_args *a, struct shared *s, str
     }
 }
 
-DEVICE void finish_gate_up(const struct layer_args *a, struct shared *s, struct turn *in,
+DEVICE void finish_gate_up(const struct layer_args *a, struct shared *s,
+                           struct turn *in,
                            struct leg l, uint32_t epoch)
 {
     struct walk w = walk_of(a, l);
@@ -1577,7 +1609,8 @@ DEVICE void finish_gate_up(const struct layer_args *a, struct shared *s, struct 
     float factor = 0;
     UNROLL(1)
     for (int i = l.from; i < l.to; i++, w.first += w.step) {
-        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i) : take_sums(s, in, bits);
+        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)
+            : take_sums(s, in, bits);
         if (i == l.from) factor = norm_factor(a, s, GATE_UP);
         float gate = y.low * factor, up = y.high * factor;
         float act = gate / (1 + exp2_approx(-LOG2_E * gate)) * up;
@@ -1592,7 +1625,8 @@ DEVICE struct residuals fetch_residuals(const struct layer_args *a, int phase, i
                                         int pairs, uint32_t epoch)
 {
     struct residuals r;
-    if (phase == DOWN) r.low = load_relaxed(a->x1 + row), r.high = load_relaxed(a->x1 + row + pairs);
+    if (phase == DOWN)
+        r.low = load_relaxed(a->x1 + row), r.high = load_relaxed(a->x1 + row + pairs);
     else {
         r.low = (uint32_t)a->x[row] << 16 | (epoch & EPOCH_BITS);
         r.high = (uint32_t)a->x[row + pairs] << 16 | (epoch & EPOCH_BITS);
@@ -1600,7 +1634,8 @@ DEVICE struct residuals fetch_residuals(const struct layer_args *a, int phase, i
     return r;
 }
 
-DEVICE float residual(const struct layer_args *a, uint32_t word, int row, uint32_t epoch)
+DEVICE float residual(const struct layer_args *a, uint32_t word, int row,
+                      uint32_t epoch)
 {
     while (stale(word, epoch)) {
         retry_values(a->x1 + row);
@@ -1620,7 +1655,8 @@ DEVICE void finish_rows(const struct layer_args *a, struct shared *s, struct tur
     if (w.mine && l.from < l.to) next = fetch_residuals(a, l.phase, row, pairs, epoch);
     UNROLL(1)
     for (int i = l.from; i < l.to; i++, w.first += w.step, row += 2 * w.step) {
-        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i) : take_sums(s, in, bits);
+        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)
+            : take_sums(s, in, bits);
         /* add the residuals of a chunk, and fetch those of the next */
         now = next;
         if (w.mine && i + 1 < l.to)
@@ -1669,10 +1705,12 @@ DEVICE void take_queries(const struct layer_args *a, uint32_t q[8][4], int group
                          uint32_t epoch, int hd)
 {
     int g = lane_id() / 4, t = lane_id() % 4, heads = heads_of(a, group);
-    int row = first_head(a, group) + (g < heads ? g : 0);   /* others: the first again */
+    /* others: the first again */
+    int row = first_head(a, group) + (g < heads ? g : 0);
     const uint32_t *from = a->roped_q + row * hd + 8 * t;
     if (lane_id() < heads)
-        wait_hint(hint_of(a, HINT_Q, first_head(a, group) + lane_id()), epoch * (uint32_t)hd);
+        wait_hint(hint_of(a, HINT_Q, first_head(a, group) + lane_id()),
+                  epoch * (uint32_t)hd);
     __syncwarp();
     for (;;) {
         bits128 w[4][2];
@@ -1689,7 +1727,8 @@ DEVICE void take_queries(const struct layer_args *a, uint32_t q[8][4], int group
 }
 
 /* attention: a tile */
-DEVICE void load_keys(bits128 k[2][4], const char *tile, int hd)   /* from this warp's keys */
+/* from this warp's keys */
+DEVICE void load_keys(bits128 k[2][4], const char *tile, int hd)
 {
     int g = lane_id() / 4, t = lane_id() % 4, odd = g % 2;
     for (int n = 0; n < 2; n++)
@@ -1722,7 +1761,8 @@ DEVICE void load_values(bits128 v[4][2], const char *tile, int keys, int hd)
     for (int i = 0; i < 4; i++) {
         int key = i / 2 * 8 + 2 * t + i % 2;
         for (int j = 0; j < hd / 64; j++)
-            v[i][j] = key < keys ? load_16(tile + key * 2 * hd + 128 * j + 16 * g) : none;
+            v[i][j] = key < keys ? load_16(tile + key * 2 * hd + 128 * j + 16 * g)
+                : none;
     }
 }
 
@@ -1739,7 +1779,8 @@ DEVICE void add_values(float sum[16][4], const uint32_t p[4], bits128 v[4][2], i
 
 DEVICE float base_of(float max) { return max == -INFINITY ? 0 : max; }
 
-struct online { float max, weight, sum[16][4]; };   /* of head g; see the output's order */
+/* of head g; see the output's order */
+struct online { float max, weight, sum[16][4]; };
 
 DEVICE void soften(struct online *u, float score[2][2], int keys, float scale,
                    uint32_t p[4], int hd)
@@ -1775,7 +1816,8 @@ DEVICE void attend_tile(const struct layer_args *a, struct shared *s, struct tur
     mbarrier_wait(s->full[0] + t.slot, t.odd);
     if (keys > 0) load_keys(k, slot_half(a, t.slot, 0) + 16 * warp * 2 * hd, hd);
     mbarrier_wait(s->full[1] + t.slot, t.odd);
-    if (keys > 0) load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd);
+    if (keys > 0)
+        load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd);
     __syncwarp();
     if (lane_id() < CONSUMERS / ATTENTION) mbarrier_arrive(s->empty + t.slot);
     if (keys <= 0) return;
@@ -1834,7 +1876,8 @@ DEVICE void attend_unit(const struct layer_args *a, struct shared *s, struct spa
     UNROLL(1)
     for (int t = first_tile(a, n, split); t < end; t++) {
         int64_t left = pos - (int64_t)t * TILE_KEYS;
-        attend_tile(a, s, *in, &u, q, left < TILE_KEYS ? (int)left : TILE_KEYS, warp, hd);
+        attend_tile(a, s, *in, &u, q, left < TILE_KEYS ? (int)left : TILE_KEYS, warp,
+                    hd);
         next_turn(in, a->g.slots);
     }
     keep_sums(s, &u, warp, hd);
@@ -1866,13 +1909,15 @@ DEVICE void take_part(const struct layer_args *a, struct part *p, int unit, int 
     }
 }
 
-DEVICE void merge_parts(struct part *p, float sum[2][4], int side)   /* over the units */
+/* over the units */
+DEVICE void merge_parts(struct part *p, float sum[2][4], int side)
 {
     float max = p->max;
     for (int m = side; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
     float f = exp2_approx(p->max - base_of(max));
     p->max = max, p->weight *= f;
-    for (int j = 0; j < 8; j++) sum[j / 4][j % 4] = f * value_of(p->sum[j / 4].v[j % 4]);
+    for (int j = 0; j < 8; j++)
+        sum[j / 4][j % 4] = f * value_of(p->sum[j / 4].v[j % 4]);
     UNROLL(1)
     for (int m = side; m < 32; m *= 2) {
         p->weight += shfl_xor_f32(p->weight, m);
@@ -1887,7 +1932,8 @@ DEVICE void take_newest(const struct layer_args *a, struct newest *n, int group,
                         bits128 query, int at, int side, uint32_t epoch)
 {
     int kv = group / a->g.octets, i = 4 * lane_id() % a->hd;
-    const uint32_t *k = a->new_k + kv * a->hd + i, *v = a->new_v + kv * a->hd + at % a->hd;
+    const uint32_t *k = a->new_k + kv * a->hd + i,
+        *v = a->new_v + kv * a->hd + at % a->hd;
     float dot = 0;
     if (lane_id() == 0)
         wait_hint(hint_of(a, HINT_ROW, kv), epoch * 2 * (uint32_t)a->hd);
@@ -1899,7 +1945,8 @@ DEVICE void take_newest(const struct layer_args *a, struct newest *n, int group,
         uint32_t wrong = any_stale(key, epoch) | any_stale(n->value[0], epoch)
                        | any_stale(n->value[1], epoch);
         dot = 0;
-        for (int j = 0; j < 4; j++) dot = fmaf(value_of(query.v[j]), value_of(key.v[j]), dot);
+        for (int j = 0; j < 4; j++)
+            dot = fmaf(value_of(query.v[j]), value_of(key.v[j]), dot);
         if (!any_lane(wrong)) break;
         retry_values(v);
     }
@@ -1907,7 +1954,8 @@ DEVICE void take_newest(const struct layer_args *a, struct newest *n, int group,
     n->score = dot * a->score_scale * LOG2_E;
 }
 
-DEVICE void merge_slice(const struct layer_args *a, int number, int warp, uint32_t epoch)
+DEVICE void merge_slice(const struct layer_args *a, int number, int warp,
+                        uint32_t epoch)
 {
     int group = number % a->g.groups, splits = a->g.splits, side = 32 / splits;
     int width = HEADS * a->hd / (splits * ATTENTION);   /* numbers of a warp */
@@ -1918,9 +1966,11 @@ DEVICE void merge_slice(const struct layer_args *a, int number, int warp, uint32
     float sum[2][4];
     if (head >= heads_of(a, group)) return;
     bits128 query = load_relaxed_4(a->roped_q + (first_head(a, group) + head) * a->hd
-                                   + 4 * lane_id() % a->hd);   /* seen by this warp's unit */
+                                   /* seen by this warp's unit */
+                                   + 4 * lane_id() % a->hd);
     if (lane_id() == 0)
-        wait_hint(hint_of(a, HINT_UNITS, group), epoch * (uint32_t)(ATTENTION * splits));
+        wait_hint(hint_of(a, HINT_UNITS, group),
+                  epoch * (uint32_t)(ATTENTION * splits));
     __syncwarp();
     take_part(a, &p, group * splits + lane_id() / side, head, at, side, epoch);
     merge_parts(&p, sum, side);
@@ -1933,8 +1983,10 @@ DEVICE void merge_slice(const struct layer_args *a, int number, int warp, uint32
     for (int j = 0; j < 2 && j < a->hd / 64; j++) {
         bits128 out;
         for (int i = 0; i < 4; i++)
-            out.v[i] = tagged((old * sum[j][i] + now * value_of(n.value[j].v[i])) / weight, epoch);
-        if (lane_id() < side) store_relaxed_4(a->attended + column + at + 4 * side * j, out);
+            out.v[i] = tagged((old * sum[j][i] + now * value_of(n.value[j].v[i])) / weight,
+                              epoch);
+        if (lane_id() < side)
+            store_relaxed_4(a->attended + column + at + 4 * side * j, out);
     }
     __syncwarp();
     if (lane_id() == 0)

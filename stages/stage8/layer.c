@@ -248,7 +248,8 @@ static int64_t packed_row(int64_t n) { return n / 2 * 3; }
 static int64_t half_chunk(const layer *l, int phase)   /* bytes, at most */
 {
     const struct product *p = l->args.g.p + phase;
-    static const int first[] = { W_Q, 0, W_O, W_GATE, W_DOWN }, last[] = { W_V, 0, W_O, W_UP,
+    static const int first[] = { W_Q, 0, W_O, W_GATE, W_DOWN },
+        last[] = { W_V, 0, W_O, W_UP,
                                                                           W_DOWN };
     int raw = 0;
     for (int i = first[phase]; i <= last[phase]; i++) raw |= !l->args.m[i].packed;
@@ -431,7 +432,8 @@ static int choose_window(layer *l, int i, uint32_t *counts, int64_t *exceptions)
     struct pack_args p = pack_args_of(s, counts);
     int64_t weights = s.rows * s.columns, inside;
     uint32_t seen[COUNTS];
-    m->at = (const char *)s.at, m->stride = 2 * s.columns, m->rows = s.rows, m->scale = 1;
+    m->at = (const char *)s.at, m->stride = 2 * s.columns, m->rows = s.rows,
+        m->scale = 1;
     l->packing[i] = (layer_packing){ weights, 0, 2 * weights, 1, 0 };
     if (weights > UINT32_MAX || s.width > 65536) return LAYER_OK;
     if (cudaMemset(counts, 0, sizeof seen) || run(count_exponents, &p)
