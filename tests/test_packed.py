@@ -367,7 +367,7 @@ def test_a_tensor_that_does_not_come_back_is_not_packed(tmp_path, fault):
 
 
 # Faults of what reads the lists; packing and unpacking do without it.
-LISTS = ("a lane's word is of the list before", "the lists of every piece of down are the first's",
+LISTS = ("a list of the row before", "the lists of every piece of down are the first's",
          "exceptions begin at the first word of a list", "room for one exception more than there is",
          "exceptions without room are all the first row's")
 
