@@ -555,7 +555,7 @@ HOST_7 = [
     ("rows of more than half of the widest not wide", "p->wide = p->piece > WIDEST / 2;", "p->wide = p->piece > WIDEST;"),
     ("a row shared by too few warps", "p->piece << 1 <= 512 << p->bits", "p->piece << 1 <= 1024 << p->bits"),
     ("two wide pairs a chunk", "p->pairs = p->wide ? 1 : 16 / p->across;", "p->pairs = p->wide ? 2 : 16 / p->across;"),
-    ("chunks that do not divide are left out", "p->extra = p->chunks % blocks;", "p->extra = 0;"),
+    ("chunks that do not divide are not dealt", "p->extra = p->chunks % blocks;", "p->extra = 0;"),
     ("pieces half as many as there are", "p->pieces = (int32_t)((columns + WIDEST - 1) / WIDEST);", "p->pieces = (int32_t)((columns + 2 * WIDEST - 1) / (2 * WIDEST));"),
     ("an octet of heads begun is left out", "(int32_t)((rep + HEADS - 1) / HEADS)", "(int32_t)(rep > HEADS ? rep / HEADS : 1)"),
     ("chunks of queries by all of Q, K and V", "cut_product(g->p + ATTEND, c->d, q / 2, blocks);", "cut_product(g->p + ATTEND, c->d, 0, blocks);"),

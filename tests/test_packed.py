@@ -380,7 +380,7 @@ def test_lists_that_are_read_wrong_give_other_bits(tmp_path, twin, name):
     shape = DEEP if "piece" in name else SHAPES[1]
     w, caches, x = drawn(shape, ["three odd rows"], seed=9)
     layers = [Layer(which, shape, w, caches) for which in (library, twin)]
-    assert not any(layers[0].packing(name).raw for name in NAMES)
+    assert not any(layers[0].packing(name).raw for name in (("down",) if shape is DEEP else NAMES))
     outs = [layer.step(x)[0] for layer in layers]
     assert not same(*outs)
     for layer in layers:
