@@ -264,7 +264,6 @@ MUTANTS = [
     ("__syncwarp gone after a batch's pieces", "        __syncwarp();\n    }\n    struct pair y = take_sums(s, in, 3);\n    y.low",
      "    }\n    struct pair y = take_sums(s, in, 3);\n    y.low"),
     ("a pair of the neighbour's batch", "y.low += s->batch[at].low, y.high += s->batch[at].high;\n    return", "y.low += s->batch[at ? at - 1 : 0].low, y.high += s->batch[at].high;\n    return"),
-    ("a piece's width for a row's begin is the first's", "l.row[q] = (c.row + q) * width;", "l.row[q] = (c.row + q) * p->piece;"),
     ("both pairs of a warp are the first", "l.row[q] = (c.row + q) * width;", "l.row[q] = c.row * width;"),
     ("columns of the first warp for all", "(warp & (p->across - 1)) * runs * RUN + lane_id() * EIGHT", "lane_id() * EIGHT"),
     ("warps beyond those across have columns of their own", "(warp & (p->across - 1)) * runs * RUN", "warp * runs * RUN"),
