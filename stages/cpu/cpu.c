@@ -33,6 +33,9 @@ enum {
     PLAIN_SHARED = 48 << 10,   // bytes a block may have without asking
     BLOCK_RESERVED = 1 << 10,  // bytes of an SM's shared memory lost to each block
     BARRIERS = 16,
+    GROUP = 4,                // warps in a warpgroup
+    SM_REGISTERS = 65536,
+    MOST_REGISTERS = 248,     // of a thread when it starts
     PAGE = 4096,              // bytes
     MOST_SMS = 256,
     MOST_STREAMS = 256,
@@ -44,7 +47,10 @@ enum {
 static const size_t device_memory = (size_t)8 << 30; // bytes
 
 /* cpu: what there is */
-enum wait_kind { FOR_WORD, FOR_MBARRIER, FOR_BARRIER, FOR_WARP, FOR_GRID };
+enum wait_kind {
+    FOR_WORD, FOR_VALUES, FOR_LANDING, FOR_REGISTERS, FOR_MBARRIER, FOR_BARRIER,
+    FOR_WARP, FOR_GRID
+};
 struct fiber {
     struct cpu_place place; // must be first: cpu_here points at it
     struct block *block;
@@ -61,6 +67,11 @@ struct fiber {
     unsigned n_loads, n_inits;
     const uint32_t *loads[8]; // addresses loaded in relaxed order since the last fence
     uint64_t *inits[64];      // mbarriers initialised and not yet shown to the engine
+    /* fiber: relaxed values it has written and read */
+    unsigned unlanded;        // its writes that memory does not show yet
+    uint64_t told;            // the last of its relaxed writes that the block knows of
+    uint64_t saw;             // writes that memory had shown when it last looked
+    const uint32_t *looks_at; // the word it last read, or the values it waits for
 #ifdef CPU_UCONTEXT
     ucontext_t context;
 #endif
@@ -74,6 +85,8 @@ struct warp {
     unsigned lanes, arrived; // threads in the warp; those that called
     unsigned generation;     // operations completed
     unsigned ticket;         // the barrier generation it waits to see the end of
+    unsigned registers;      // of each thread
+    unsigned asked, changes; // what it last changed them to; how often it did
     char edge;               // for ThreadSanitizer
     struct operand in[WARP];
     union { uint32_t u; float f[4]; } out[WARP];
@@ -89,6 +102,8 @@ struct block {
     struct grid *grid;
     unsigned index, sm, alive, n_ready, seat; // seat: its place among the runnable
     unsigned in_flight;                       // bulk copies
+    unsigned free_registers;                  // that its warps have given back
+    struct late *first_late, *last_late;      // relaxed writes, as they were issued
     bool triggered;                           // called launch_dependents
     char *shared;
     char start, end, issue;                   // for ThreadSanitizer
@@ -153,6 +168,7 @@ static struct fiber host, *self = &host;
 struct cpu_place *cpu_here = &host.place;
 static struct block **runnable, *starved;
 static unsigned n_runnable, room_runnable, spell;
+static unsigned sloth = 4, one_held_in = 64; // how late relaxed writes are
 static struct CUstream_st streams[MOST_STREAMS]; // the first is the default stream
 static unsigned n_streams = 1;
 static struct kernel kernels[MOST_KERNELS];
@@ -188,6 +204,8 @@ void __tsan_acquire(void *);
 void __tsan_release(void *);
 void __tsan_read_range(void *, unsigned long);
 void __tsan_write_range(void *, unsigned long);
+int __tsan_atomic32_fetch_add(volatile int *, int, int order);
+void __tsan_atomic32_store(volatile int *, int, int order);
 const char *__tsan_default_options(void) { return "atexit_sleep_ms=0"; }
 static void *acting;
 static void *act_as(void *who)
@@ -463,11 +481,15 @@ static void next_spell(void)
         return;
     starved = n_runnable && one_in(2) ? runnable[below(n_runnable)] : NULL;
     spell = 1 + below(1u << below(8));
+    sloth = 3 + below(7);
+    one_held_in = 4u << below(7);
 }
 static bool deliver(bool nothing_else_moves);
+static void land_some(void);
 static void pause_thread(void) // somebody else's turn
 {
     steps++;
+    land_some();
     if (one_in(16))
         deliver(false);
     struct fiber *next = NULL;
@@ -526,6 +548,209 @@ static void wake(const void *where)
             beds[i].last = f;
         }
     }
+}
+
+/* cpu: relaxed writes under way */
+enum pile_name { SOON, HELD };
+struct late {
+    uint32_t *p, v;
+    bool adds, releases;
+    struct fiber *by;
+    uint64_t serial;
+    enum pile_name pile;
+    unsigned seat;                   // in its pile
+    struct late *next;               // of the same entry of the table, or unused
+    struct late *before, *behind;    // of the same block
+};
+static struct pile { struct late **of; unsigned n, room; } piles[2];
+static struct { struct late *first, **end; } late_at[4096];
+static struct late *unused_late;
+static uint64_t n_written, n_landed;
+static const char values_landed; // where those sleep who wait for values
+unsigned cpu_late;
+
+static unsigned entry_of(const uint32_t *p)
+{
+    return (unsigned)((uint32_t)((uintptr_t)p >> 2) * 2654435761u >> 20);
+}
+static struct late *take_late(void)
+{
+    if (!unused_late) {
+        enum { MORE = 256 };
+        struct late *more = grab(MORE * sizeof *more);
+        for (unsigned i = 0; i < MORE; i++) {
+            more[i].next = unused_late;
+            unused_late = &more[i];
+        }
+    }
+    struct late *e = unused_late;
+    unused_late = e->next;
+    return e;
+}
+
+static void put_on_pile(struct late *e)
+{
+    struct pile *pile = &piles[e->pile = one_in(one_held_in) ? HELD : SOON];
+    if (pile->n == pile->room) {
+        unsigned room = 2 * pile->room + 64;
+        struct late **more = grab(room * sizeof *more);
+        for (unsigned i = 0; i < pile->n; i++)
+            more[i] = pile->of[i];
+        drop(pile->of);
+        pile->of = more;
+        pile->room = room;
+    }
+    e->seat = pile->n;
+    pile->of[pile->n++] = e;
+}
+
+void cpu_write_late(uint32_t *p, uint32_t v, int adds)
+{
+    struct late *e = take_late();
+    struct block *b = self->block;
+    *e = (struct late){.p = p, .v = v, .adds = adds, .releases = self->place.fenced,
+                       .by = self, .serial = ++n_written, .before = b->last_late};
+    unsigned i = entry_of(p);
+    if (!late_at[i].first)
+        late_at[i].end = &late_at[i].first;
+    *late_at[i].end = e;
+    late_at[i].end = &e->next;
+    if (b->last_late)
+        b->last_late->behind = e;
+    else
+        b->first_late = e;
+    b->last_late = e;
+    put_on_pile(e);
+    self->unlanded++;
+    cpu_late++;
+    maybe_pause();
+}
+
+static void forget(struct late **link)
+{
+    struct late *e = *link;
+    struct block *b = e->by->block;
+    struct pile *pile = &piles[e->pile];
+    *link = e->next;
+    if (late_at[entry_of(e->p)].end == &e->next)
+        late_at[entry_of(e->p)].end = link;
+    *(e->before ? &e->before->behind : &b->first_late) = e->behind;
+    *(e->behind ? &e->behind->before : &b->last_late) = e->before;
+    pile->of[e->seat] = pile->of[--pile->n];
+    pile->of[e->seat]->seat = e->seat;
+    e->next = unused_late;
+    unused_late = e;
+    cpu_late--;
+}
+
+static void land_one(struct late **link)
+{
+    struct late e = **link;
+    int order = e.releases ? __ATOMIC_RELEASE : __ATOMIC_RELAXED;
+    forget(link);
+    void *was = act_as(e.by->tsan);
+#ifdef TSAN
+    if (e.adds)
+        __tsan_atomic32_fetch_add((volatile int *)e.p, (int)e.v, order);
+    else
+        __tsan_atomic32_store((volatile int *)e.p, (int)e.v, order);
+#else
+    (void)order;
+    *e.p = e.adds ? *e.p + e.v : e.v;
+#endif
+    act_as(was);
+    steps = 0;
+    n_landed++;
+    wake(e.p);
+    if (--e.by->unlanded == 0)
+        wake(&e.by->unlanded);
+}
+
+static void land(struct late *e)
+{
+    const uint32_t *p = e->p;
+    const struct block *b = e->by->block;
+    struct late **link = &late_at[entry_of(p)].first;
+    while (*link != e)
+        if ((*link)->p == p && (*link)->by->block == b)
+            land_one(link);
+        else
+            link = &(*link)->next;
+    land_one(link);
+}
+
+static void land_from(struct pile *pile, unsigned n)
+{
+    for (; n > 0 && pile->n > 0; n--)
+        land(pile->of[below(pile->n)]);
+}
+static void land_some(void)
+{
+    struct pile *soon = &piles[SOON];
+    if (soon->n > 0)
+        land_from(soon, below(2 + 2 * (soon->n >> sloth)));
+    if (steps % 4096 == 4095)
+        land_from(&piles[HELD], 1 + below(1 + piles[HELD].n / 2));
+}
+static bool land_when_nothing_moves(void)
+{
+    struct pile *pile = &piles[piles[SOON].n > 0 ? SOON : HELD];
+    bool any = pile->n > 0;
+    land_from(pile, 1 + below(1 + pile->n / 4));
+    return any;
+}
+
+static bool is_known(const struct late *e)
+{
+    return e->by == self || (e->by->block == self->block && e->serial <= e->by->told);
+}
+uint32_t cpu_forward(const uint32_t *p, uint32_t v)
+{
+    for (const struct late *e = late_at[entry_of(p)].first; e; e = e->next)
+        if (e->p == p && is_known(e))
+            v = e->adds ? v + e->v : e->v;
+    return v;
+}
+void cpu_tell_block(void) { self->told = n_written; }
+
+void cpu_land_known(void)
+{
+    for (struct late *e = self->block->first_late, *behind; e; e = behind) {
+        behind = e->behind; // stays: what lands with e was issued before it
+        if (is_known(e))
+            land(e);
+    }
+}
+void cpu_land_word(const uint32_t *p)
+{
+    for (struct late *e = self->block->first_late, *behind; e && cpu_late; e = behind) {
+        behind = e->behind;
+        if (e->p == p && is_known(e))
+            land(e);
+    }
+}
+
+unsigned cpu_polls(void) { return one_in(4) ? 0 : below(16); }
+void cpu_yield(void)
+{
+    make_ready(self);
+    pause_thread();
+}
+void retry_values(const uint32_t *p)
+{
+    self->looks_at = p;
+    if (self->saw == n_landed)
+        sleep_on(&values_landed, FOR_VALUES, 0);
+    else
+        cpu_yield();
+    self->saw = n_landed;
+}
+static void wake_retriers(void)
+{
+    static uint64_t seen;
+    if (seen != n_landed)
+        wake(&values_landed);
+    seen = n_landed;
 }
 
 /* cpu: bulk copies in flight */
@@ -622,6 +847,7 @@ static const uint64_t evict_first_policy = 0x12f0000000000000u;
 uint64_t evict_first(void) { return evict_first_policy; }
 void proxy_fence(void)
 {
+    cpu_land_known();
     release(&proxy_edge);
     mbarrier_init_fence();
 }
@@ -674,7 +900,7 @@ void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *b,
 /* cpu: what a thread can do */
 char *shared_memory(void) { return self->block->shared; }
 uint64_t device_ns(void) { return switches * 100; }
-void cpu_misaligned(const void *p) { fail("a 16-byte load at %p", p); }
+void cpu_misaligned(const void *p) { fail("a 16-byte load or store at %p", p); }
 void cpu_read_only(const void *p, size_t bytes)
 {
     void *was = act_as(self->block->grid->constant->tsan);
@@ -685,11 +911,13 @@ void cpu_read_only(const void *p, size_t bytes)
 /* cpu: counters and fences */
 void cpu_wrote(const uint32_t *p)
 {
+    n_landed++;
     wake(p);
     maybe_pause();
 }
 void cpu_read(const uint32_t *p)
 {
+    self->looks_at = p;
     self->loads[self->n_loads++ % 8] = p;
     maybe_pause();
 }
@@ -697,6 +925,7 @@ void cpu_wait_at_least(const uint32_t *p, uint32_t v) { sleep_on(p, FOR_WORD, v)
 
 void fence_gpu(void)
 {
+    cpu_land_known();
     for (unsigned i = 0; i < 8 && i < self->n_loads; i++)
         acquire(self->loads[i]);
     self->n_loads = 0;
@@ -705,6 +934,7 @@ void fence_gpu(void)
 }
 
 /* cpu: full-warp operations */
+static unsigned whole_warps(unsigned threads) { return (threads + WARP - 1) & ~31u; }
 static struct warp *gather(const char *operation, unsigned detail)
 {
     struct warp *w = self->warp;
@@ -786,8 +1016,10 @@ uint32_t ballot(int predicate)
 static void all_release(struct warp *w, const void *edge)
 {
     struct fiber **lanes = self->block->fibers + self->place.thread.x / WARP * WARP;
-    for (unsigned i = 0; i < w->lanes; i++)
+    for (unsigned i = 0; i < w->lanes; i++) {
         release_as(lanes[i]->tsan, edge);
+        lanes[i]->told = n_written;
+    }
 }
 static void meet(struct warp *w) { all_release(w, &w->edge); }
 void cpu_syncwarp(void)
@@ -927,6 +1159,7 @@ static void arrive_at(uint64_t *b, uint32_t bytes, const char *operation)
     if (m->bytes + (int64_t)bytes > MOST_BYTES)
         fail("%s: more than %d bytes in a phase", operation, MOST_BYTES);
     release(edge_of(m, m->phase));
+    cpu_tell_block();
     m->bytes += (int)bytes;
     m->pending--;
     end_phase_if_complete(m);
@@ -949,6 +1182,61 @@ void mbarrier_wait(uint64_t *b, uint32_t parity)
     while (m->phase == parity)
         sleep_on(m, FOR_MBARRIER, parity);
     acquire(edge_of(m, parity));
+}
+
+/* cpu: registers */
+static void check_registers(const struct warp *w, unsigned n, bool grow)
+{
+    const struct block *b = self->block;
+    unsigned i = (unsigned)(w - b->warps), first = i / GROUP * GROUP;
+    const char *name = grow ? "GROW_REGISTERS" : "SHRINK_REGISTERS";
+    if (n < 24 || n > 256 || n % 8)
+        fail("%s(%u): not a multiple of 8 from 24 to 256", name, n);
+    if (first + GROUP > whole_warps(b->grid->threads) / WARP)
+        fail("%s(%u): warpgroup %u is not whole", name, n, i / GROUP);
+    if (grow ? n < w->registers : n > w->registers)
+        fail("%s(%u): a thread has %u", name, n, w->registers);
+    /* compare with the other warps of the group */
+    for (const struct warp *v = b->warps + first; v < b->warps + first + GROUP; v++)
+        if (v->changes < w->changes)
+            fail("%s(%u): not all of warpgroup %u have done the one before", name, n,
+                 i / GROUP);
+        else if (v->changes > w->changes && v->asked != n)
+            fail("%s(%u): another warp of warpgroup %u asks for %u", name, n, i / GROUP,
+                 v->asked);
+}
+
+void cpu_set_registers(unsigned n, int grow)
+{
+    struct warp *w = gather(grow ? "GROW_REGISTERS" : "SHRINK_REGISTERS", n);
+    struct block *b = self->block;
+    unsigned generation = w->generation;
+    if (w->arrived == w->lanes) {
+        check_registers(w, n, grow);
+        w->asked = n;
+        w->changes++;
+        complete(w);
+    }
+    while (w->generation == generation)
+        sleep_on(w, FOR_WARP, generation);
+    while (w->registers < n && (n - w->registers) * WARP > b->free_registers)
+        sleep_on(&b->free_registers, FOR_REGISTERS, n);
+    b->free_registers += w->registers * WARP;
+    b->free_registers -= n * WARP;
+    if (!grow && w->registers != n)
+        wake(&b->free_registers);
+    w->registers = n;
+}
+
+static void check_warpgroups(const struct block *b)
+{
+    for (unsigned i = 0; i < whole_warps(b->grid->threads) / WARP; i++) {
+        unsigned first = i / GROUP * GROUP;
+        if (b->warps[i].changes != b->warps[first].changes)
+            fail("warpgroup %u ends: warp %u has changed its registers %u times, "
+                 "warp %u %u times", i / GROUP, first, b->warps[first].changes, i,
+                 b->warps[i].changes);
+    }
 }
 
 /* cpu: dependent launch, seen from a kernel */
@@ -976,7 +1264,6 @@ void wait_for_prerequisites(void)
 }
 
 /* cpu: the life of a block */
-static unsigned whole_warps(unsigned threads) { return (threads + WARP - 1) & ~31u; }
 static unsigned room_on(unsigned sm, const struct grid *g) // blocks
 {
     unsigned threads = (SM_THREADS - sms[sm].threads) / whole_warps(g->threads);
@@ -1012,6 +1299,10 @@ static void start_block(struct grid *g, unsigned sm)
     b->fibers = (struct fiber **)(b->warps + warps);
     b->ready = b->fibers + g->threads;
     occupy(sm, g);
+    /* give each warp its registers */
+    unsigned each = SM_REGISTERS / (warps * WARP) & ~7u;
+    for (unsigned i = 0; i < warps; i++)
+        b->warps[i].registers = each < MOST_REGISTERS ? each : MOST_REGISTERS;
     /* make the block's shared memory, in the engine's name */
     b->engine = take_fiber(g->pool);
     void *was = act_as(b->engine->tsan), *shared;
@@ -1030,6 +1321,7 @@ static void start_block(struct grid *g, unsigned sm)
             f->warp = &b->warps[t / WARP];
             f->warp->lanes++;
             f->n_loads = f->n_inits = 0;
+            f->looks_at = NULL;
             f->place = (struct cpu_place){
                 {t, 0, 0}, {b->index, 0, 0}, {g->threads, 1, 1}, {g->blocks, 1, 1}, 0};
             make_ready(f);
@@ -1065,6 +1357,7 @@ static void end_block(struct block *b)
     struct grid *g = b->grid;
     if (b->in_flight)
         fail("the block has ended with %u bulk copies in flight", b->in_flight);
+    check_warpgroups(b);
     void *was = act_as(b->engine->tsan);
     acquire(&b->end);
     free(b->shared);
@@ -1083,6 +1376,8 @@ static void end_block(struct block *b)
 static void exit_thread(void)
 {
     struct block *b = self->block;
+    while (self->unlanded > 0)
+        sleep_on(&self->unlanded, FOR_LANDING, 0);
     release(&b->end);
     give_fiber(b->grid->pool, self);
     steps = 0;
@@ -1149,8 +1444,8 @@ static void begin(struct CUstream_st *s)
     void *was = act_as(s->tsan);
     acquire(op);
     switch (op->kind) {
-    case COPY: memcpy(op->to, op->from, op->bytes); break;
-    case FILL: memset(op->to, op->byte, op->bytes); break;
+    case COPY: memcpy(op->to, op->from, op->bytes), n_landed++; break;
+    case FILL: memset(op->to, op->byte, op->bytes), n_landed++; break;
     case LAUNCH: begin_grid(s, op); break;
     case WAIT: acquire(op->event); break;
     case RECORD:
@@ -1203,6 +1498,7 @@ static bool look_after_streams(bool eager)
             start_blocks(s->running[j]);
     }
     next_spell();
+    wake_retriers();
     return n_begun != before || n_runnable > 0;
 }
 
@@ -1216,6 +1512,17 @@ static void describe_counter(const uint32_t *p, uint32_t wanted)
                 (const char *)p - a->first, a->bytes);
 }
 
+static void describe_word(const uint32_t *p)
+{
+    const struct allocation *a = allocation_of(p, sizeof *p);
+    fprintf(stderr, "the word %#x at ", *p);
+    if (a)
+        fprintf(stderr, "byte %td of an allocation of %zu", (const char *)p - a->first,
+                a->bytes);
+    else
+        fprintf(stderr, "%p", (const void *)p);
+}
+
 static void describe(const struct fiber *f)
 {
     const struct mbarrier *m = f->where;
@@ -1225,6 +1532,17 @@ static void describe(const struct fiber *f)
     switch (f->kind) {
     case FOR_WORD:
         describe_counter(f->where, f->wanted);
+        break;
+    case FOR_VALUES:
+        fputs("retry_values: values that are not there yet, from ", stderr);
+        describe_word(f->looks_at);
+        break;
+    case FOR_LANDING:
+        fputs("has ended, but for its relaxed writes", stderr);
+        break;
+    case FOR_REGISTERS:
+        fprintf(stderr, "GROW_REGISTERS(%u): a warp of %u each; its block has %u free",
+                f->wanted, f->warp->registers, f->block->free_registers);
         break;
     case FOR_MBARRIER:
         fprintf(stderr, "mbarrier_wait: shared memory + %ld, the phase of parity %u; "
@@ -1246,6 +1564,23 @@ static void describe(const struct fiber *f)
         break;
     case FOR_GRID:
         fprintf(stderr, "wait_for_prerequisites: the launch before it to end");
+    }
+}
+
+static void list_spinners(void)
+{
+    for (unsigned i = 0; i < n_runnable && i < 40; i++) {
+        const struct fiber *f = runnable[i]->ready[0];
+        fprintf(stderr, "  %s, block %u, thread %u", f->block->grid->kernel->name,
+                f->place.block.x, f->place.thread.x);
+        if (runnable[i]->n_ready > 1)
+            fprintf(stderr, " and %u others", runnable[i]->n_ready - 1);
+        fputs(": awake", stderr);
+        if (f->looks_at) {
+            fputs("; it last read ", stderr);
+            describe_word(f->looks_at);
+        }
+        fputc('\n', stderr);
     }
 }
 
@@ -1309,6 +1644,7 @@ static void deadlock(const char *what)
     fflush(stdout);
     fprintf(stderr, "cpu target: seed %llu: %s\n", (unsigned long long)seed, what);
     unsigned asleep = list_sleepers();
+    list_spinners();
     for (unsigned i = 0; i < n_streams; i++) {
         const struct CUstream_st *s = &streams[i];
         for (unsigned j = 0; j < s->n_running; j++)
@@ -1353,7 +1689,7 @@ static void run_until(bool (*done)(const void *), const void *what)
         struct fiber *next = pick();
         if (next)
             switch_to(next);
-        else if (!moved && !deliver(true) && !look_again())
+        else if (!moved && !deliver(true) && !land_when_nothing_moves() && !look_again())
             deadlock("deadlock");
         if (steps > MOST_STEPS)
             deadlock("no progress: somebody spins by hand");

@@ -121,65 +121,79 @@ void wait_for_prerequisites(void);
 uint64_t device_ns(void);
 
 /* twin: atomics */
+extern unsigned cpu_late; // relaxed writes that memory does not show yet
+void cpu_write_late(uint32_t *p, uint32_t v, int adds);
+uint32_t cpu_forward(const uint32_t *p, uint32_t v);
+void cpu_land_known(void);
+void cpu_land_word(const uint32_t *p);
+void cpu_tell_block(void);
 void cpu_wrote(const uint32_t *p);
 void cpu_read(const uint32_t *p);
 void cpu_wait_at_least(const uint32_t *p, uint32_t v);
 
-#define CPU_ATOMIC_ADD(name, order) \
+#define CPU_ATOMIC_ADD(name, order, first) \
     static inline uint32_t name(uint32_t *p, uint32_t v) \
     { \
+        first; \
         uint32_t old = __atomic_fetch_add(p, v, order); \
         cpu_wrote(p); \
         return old; \
     }
-CPU_ATOMIC_ADD(cpu_add_relaxed, __ATOMIC_RELAXED)
-CPU_ATOMIC_ADD(atomic_add_release, __ATOMIC_RELEASE)
-CPU_ATOMIC_ADD(atomic_add_acq_rel, __ATOMIC_ACQ_REL)
+CPU_ATOMIC_ADD(cpu_add_relaxed, __ATOMIC_RELAXED, cpu_land_word(p))
+CPU_ATOMIC_ADD(cpu_add_fenced, __ATOMIC_RELEASE, cpu_land_word(p))
+CPU_ATOMIC_ADD(cpu_add_in_block, __ATOMIC_RELEASE, cpu_tell_block())
+CPU_ATOMIC_ADD(atomic_add_release, __ATOMIC_RELEASE, cpu_land_known())
+CPU_ATOMIC_ADD(atomic_add_acq_rel, __ATOMIC_ACQ_REL, cpu_land_known())
 
 static inline uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
 {
-    uint32_t old = cpu_here->fenced ? atomic_add_release(p, v)
-                                    : cpu_add_relaxed(p, v);
+    uint32_t old = cpu_here->fenced ? cpu_add_fenced(p, v) : cpu_add_relaxed(p, v);
     cpu_read(p);
     return old;
 }
 
 static inline void store_release(uint32_t *p, uint32_t v)
 {
+    cpu_land_known();
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
     cpu_wrote(p);
 }
-
 static inline void store_relaxed(uint32_t *p, uint32_t v)
 {
-    if (cpu_here->fenced)
-        __atomic_store_n(p, v, __ATOMIC_RELEASE);
-    else
-        __atomic_store_n(p, v, __ATOMIC_RELAXED);
-    cpu_wrote(p);
+    (void)__atomic_load_n(p, __ATOMIC_RELAXED);
+    cpu_write_late(p, v, 0);
 }
 
+static inline uint32_t cpu_seen(const uint32_t *p, uint32_t v)
+{
+    return cpu_late ? cpu_forward(p, v) : v;
+}
 static inline uint32_t load_relaxed(const uint32_t *p)
 {
-    uint32_t v = __atomic_load_n(p, __ATOMIC_RELAXED);
+    uint32_t v = cpu_seen(p, __atomic_load_n(p, __ATOMIC_RELAXED));
     cpu_read(p);
     return v;
 }
 static inline uint32_t load_acquire(const uint32_t *p)
 {
-    uint32_t v = __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    uint32_t v = cpu_seen(p, __atomic_load_n(p, __ATOMIC_ACQUIRE));
     cpu_read(p);
     return v;
 }
 
 static inline void wait_at_least(const uint32_t *p, uint32_t v)
 {
-    while ((int32_t)(__atomic_load_n(p, __ATOMIC_ACQUIRE) - v) < 0)
+    while ((int32_t)(cpu_seen(p, __atomic_load_n(p, __ATOMIC_ACQUIRE)) - v) < 0)
         cpu_wait_at_least(p, v);
 }
 
-static inline void publish_in_block(uint32_t *p, uint32_t v) { store_release(p, v); }
-static inline void add_in_block(uint32_t *p, uint32_t v) { atomic_add_release(p, v); }
+static inline void publish_in_block(uint32_t *p, uint32_t v)
+{
+    cpu_tell_block();
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    cpu_wrote(p);
+}
+static inline void add_in_block(uint32_t *p, uint32_t v) { cpu_add_in_block(p, v); }
 static inline void wait_in_block(const uint32_t *p, uint32_t v) { wait_at_least(p, v); }
 
 /* twin: loads */
@@ -207,4 +221,41 @@ static inline void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]
     for (int i = 0; i < 4; i++)
         c[i] = sum[i];
 }
+
+/* twin: relaxed values */
+static inline void store_relaxed_4(uint32_t *p, struct bits128 v)
+{
+    if (!CPU_ALIGNED(p, 16))
+        cpu_misaligned(p);
+    for (int i = 0; i < 4; i++)
+        store_relaxed(p + i, v.v[i]);
+}
+static inline struct bits128 load_relaxed_4(const uint32_t *p)
+{
+    struct bits128 v;
+    if (!CPU_ALIGNED(p, 16))
+        cpu_misaligned(p);
+    for (int i = 0; i < 4; i++)
+        v.v[i] = load_relaxed(p + i);
+    return v;
+}
+
+static inline void count_relaxed(uint32_t *p, uint32_t n)
+{
+    (void)__atomic_load_n(p, __ATOMIC_RELAXED);
+    cpu_write_late(p, n, 1);
+}
+unsigned cpu_polls(void);
+void cpu_yield(void);
+static inline void wait_hint(const uint32_t *p, uint32_t v)
+{
+    for (unsigned n = cpu_polls(); n > 0 && (int32_t)(load_relaxed(p) - v) < 0; n--)
+        cpu_yield();
+}
+void retry_values(const uint32_t *p);
+
+/* twin: registers */
+void cpu_set_registers(unsigned n, int grow);
+#define SHRINK_REGISTERS(n) cpu_set_registers(n, 0)
+#define GROW_REGISTERS(n) cpu_set_registers(n, 1)
 #endif

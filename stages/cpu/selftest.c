@@ -7,11 +7,11 @@
 #include <string.h>
 
 /* selftest: what a kernel is given */
-enum { N = 4096, SCRATCH = 2048 };
+enum { N = 4096, SCRATCH = 2048, WORDS = 512 };
 struct test {
     int fault;    // 0: none
     float *x, *y; // [N] whole numbers below 97; [N] NaN
-    uint32_t *u;  // [32] zeros
+    uint32_t *u;  // [WORDS] zeros
 };
 
 /* selftest: a case */
@@ -35,7 +35,7 @@ static int allocate(struct test *a)
         host_x[i] = x_of(i);
     return cudaMalloc((void **)&a->x, sizeof host_x) ||
            cudaMalloc((void **)&a->y, sizeof host_y) ||
-           cudaMalloc((void **)&a->u, 128) || cudaMemset(a->u, 0, 128) ||
+           cudaMalloc((void **)&a->u, 4 * WORDS) || cudaMemset(a->u, 0, 4 * WORDS) ||
            cudaMemcpy(a->x, host_x, sizeof host_x, cudaMemcpyHostToDevice);
 }
 
@@ -66,6 +66,12 @@ static float passed_on(unsigned i)
     return i % 128 < 64 ? 0 : x_of(i - 64);
 }
 
+static float read_values(unsigned i)
+{
+    if (i >= 256)
+        return x_of(i - 256);
+    return i % 4 ? x_of((i + 4) % 256) : x_of(i + 3);
+}
 static float first_four(unsigned i)
 {
     return (void)i, x_of(0) + x_of(1) + x_of(2) + x_of(3);
@@ -124,6 +130,7 @@ static int run_once(const struct test_case *c, struct test a)
 KERNEL_OF(syncthreads) KERNEL_OF(syncwarp) KERNEL_OF(named_sync)
 KERNEL_OF(named_arrive) KERNEL_OF(shuffle) KERNEL_OF(ballot) KERNEL_OF(mma)
 KERNEL_OF(message) KERNEL_OF(poll) KERNEL_OF(last) KERNEL_OF(fence) KERNEL_OF(grid)
+KERNEL_OF(values) KERNEL_OF(late) KERNEL_OF(counts) KERNEL_OF(registers)
 KERNEL_OF(ring) KERNEL_OF(proxy) KERNEL_OF(bulk_bounds) KERNEL_OF(shared)
 KERNEL_OF(global) KERNEL_OF(loads) KERNEL_OF(first) KERNEL_OF(second)
 
@@ -218,6 +225,19 @@ static const struct test_case cases[] = {
     {"grid", test_grid, {3, 64, 0}, next_block, 192, run_once,
      {"wait removed", "release made relaxed", "barrier before removed",
       "a block does not arrive", "barrier after removed"}},
+    /* cases of relaxed values and of registers */
+    {"values", test_values, {2, 64, 0}, read_values, 512, run_once,
+     {"only the tag of the first word looked at",
+      "values taken when the count is reached", "values never stored",
+      "barrier before another thread's values removed"}},
+    {"late", test_late, {2, 64, 0}, modulo_64, 128, run_once,
+     {"release made relaxed", "barrier before the release removed",
+      "two stores to a word in the wrong order"}},
+    {"counts", test_counts, {2, 64, 0}, modulo_64, 128, run_once,
+     {"fence removed"}},
+    {"registers", test_registers, {2, 384, 0}, same, 768, run_once,
+     {"a warp does not shrink", "a warp does not grow", "more taken than given up",
+      "shrinks to more than it has"}},
     /* cases of bulk copies */
     {"ring", test_ring, {2, 160, 1056}, chunk_sum, 256, run_once,
      {"empty-wait removed", "full-wait removed", "syncwarp before the arrival removed",

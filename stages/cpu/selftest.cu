@@ -180,6 +180,71 @@ DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
     }
 }
 
+/* PTX: relaxed values */
+DEVICE void store_relaxed_4(uint32_t *p, bits128 v)
+{
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};"
+                 ::"l"(p), "r"(v.v[0]), "r"(v.v[1]), "r"(v.v[2]), "r"(v.v[3])
+                 : "memory");
+}
+DEVICE bits128 load_relaxed_4(const uint32_t *p)
+{
+    bits128 x;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
+                 : "l"(p) : "memory");
+    return x;
+}
+
+DEVICE void count_relaxed(uint32_t *p, uint32_t n)
+{
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory");
+}
+enum { HINT_POLLS = 4096 };
+DEVICE void wait_hint(const uint32_t *p, uint32_t v)
+{
+    for (int i = 0; i < HINT_POLLS && (int32_t)(load_relaxed(p) - v) < 0; i++)
+        ;
+}
+
+#ifdef DEBUG_SPINS
+/* PTX: retries that end */
+enum { MOST_RETRIERS = 1 << 18, RETRY_PAUSE = 10000 /* ns */ };
+static __device__ struct retrier {
+    const uint32_t *p;
+    uint64_t first, last; // ns
+} retriers[MOST_RETRIERS];
+static __device__ __noinline__ void count_retry(const uint32_t *p)
+{
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    struct retrier *r = &retriers[i % MOST_RETRIERS];
+    uint64_t now = spin_ns();
+    if (r->p != p || now - r->last > RETRY_PAUSE)
+        r->first = now;
+    r->p = p;
+    r->last = now;
+    if (now - r->first > SPIN_LIMIT)
+        spin_failed("values", p, 0, load_relaxed(p));
+}
+#endif
+DEVICE void retry_values(const uint32_t *p)
+{
+#ifdef DEBUG_SPINS
+    count_retry(p);
+#else
+    (void)p;
+#endif
+}
+
+/* PTX: registers */
+#if defined __CUDA_ARCH_FEAT_SM90_ALL || defined __CUDA_ARCH_SPECIFIC__
+#define SHRINK_REGISTERS(n) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n))
+#define GROW_REGISTERS(n) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n))
+#else
+#define SHRINK_REGISTERS(n) ((void)0)
+#define GROW_REGISTERS(n) ((void)0)
+#endif
+
 /* PTX: mbarriers */
 #ifdef DEBUG_SPINS
 /* PTX: spins that end */
@@ -320,11 +385,11 @@ DEVICE uint64_t device_ns(void)
 #endif
 
 /* selftest: what a kernel is given */
-enum { N = 4096, SCRATCH = 2048 };
+enum { N = 4096, SCRATCH = 2048, WORDS = 512 };
 struct test {
     int fault;    // 0: none
     float *x, *y; // [N] whole numbers below 97; [N] NaN
-    uint32_t *u;  // [32] zeros
+    uint32_t *u;  // [WORDS] zeros
 };
 
 /* selftest: its place */
@@ -531,6 +596,110 @@ KERNEL test_grid(struct test a)
     a.y[index_of(t)] = a.y[SCRATCH + (index_of(t) + blockDim.x) % n];
 }
 CPU_KERNEL(test_grid, struct test)
+
+/* selftest: relaxed values */
+DEVICE void write_values(struct test a, unsigned t)
+{
+    bits128 v;
+    for (unsigned i = 0; i < 4; i++)
+        v.v[i] = 1u << 16 | (uint32_t)a.x[4 * t + i];
+    if (!(a.fault == 3 && t == 9))
+        store_relaxed_4(a.u + 4 * t, v);
+    if (t > 0)
+        count_relaxed(a.u + WORDS - 1, 1);
+    if (a.fault != 4)
+        __syncthreads();
+    bits128 mine = load_relaxed_4(a.u + 4 * t);
+    bits128 next = load_relaxed_4(a.u + (4 * t + 4) % 256);
+    a.y[4 * t] = (float)(mine.v[3] & 0xffff);
+    for (unsigned i = 1; i < 4; i++)
+        a.y[4 * t + i] = (float)(next.v[i] & 0xffff);
+}
+
+KERNEL test_values(struct test a)
+{
+    unsigned t = threadIdx.x;
+    if (blockIdx.x == 0) {
+        write_values(a, t);
+        return;
+    }
+    bits128 v;
+    if (a.fault == 2)
+        wait_at_least(a.u + WORDS - 1, 63);
+    else
+        wait_hint(a.u + WORDS - 1, 64); // which it never reaches
+    for (;;) {
+        v = load_relaxed_4(a.u + 4 * t);
+        uint32_t tags = a.fault == 1 ? v.v[0] : v.v[0] & v.v[1] & v.v[2] & v.v[3];
+        if (tags >> 16 || a.fault == 2)
+            break;
+        retry_values(a.u + 4 * t);
+    }
+    for (unsigned i = 0; i < 4; i++)
+        a.y[256 + 4 * t + i] = (float)(v.v[i] & 0xffff);
+}
+CPU_KERNEL(test_values, struct test)
+
+KERNEL test_late(struct test a)
+{
+    unsigned t = threadIdx.x;
+    uint32_t *flag = a.u + WORDS - 1;
+    if (blockIdx.x == 0) {
+        store_relaxed(a.u + t, a.fault == 3 ? (uint32_t)a.x[t] : 1000);
+        store_relaxed(a.u + t, a.fault == 3 ? 1000 : (uint32_t)a.x[t]);
+        if (a.fault != 2)
+            __syncthreads();
+        if (t == 0 && a.fault == 1)
+            store_relaxed(flag, 1);
+        else if (t == 0)
+            store_release(flag, 1);
+        a.y[t] = a.x[t];
+    } else {
+        if (t == 0)
+            wait_at_least(flag, 1);
+        __syncthreads();
+        a.y[index_of(t)] = (float)load_relaxed(a.u + t);
+    }
+}
+CPU_KERNEL(test_late, struct test)
+
+KERNEL test_counts(struct test a)
+{
+    unsigned t = threadIdx.x;
+    uint32_t *flag = a.u + WORDS - 1;
+    if (blockIdx.x == 0) {
+        for (unsigned i = 0; i < 4; i++)
+            count_relaxed(a.u + (t + i) % 64, (uint32_t)a.x[(t + i) % 64]);
+        if (a.fault != 1)
+            fence_gpu();
+        count_relaxed(flag, 1);
+        a.y[t] = a.x[t];
+    } else {
+        if (t == 0)
+            wait_at_least(flag, 64);
+        __syncthreads();
+        a.y[index_of(t)] = (float)(load_relaxed(a.u + t) / 4);
+    }
+}
+CPU_KERNEL(test_counts, struct test)
+
+/* selftest: registers */
+KERNEL THREADS(384) test_registers(struct test a)
+{
+    unsigned t = threadIdx.x;
+    if (t < 128) {
+        if (a.fault == 3)
+            SHRINK_REGISTERS(48);
+        else if (a.fault == 4)
+            SHRINK_REGISTERS(176);
+        else if (!(a.fault == 1 && t / 32 == 2))
+            SHRINK_REGISTERS(40);
+    } else if (!(a.fault == 2 && t / 32 == 6)) {
+        GROW_REGISTERS(232);
+    }
+    a.y[index_of(t)] = a.x[index_of(t)];
+}
+CPU_KERNEL(test_registers, struct test)
 
 /* selftest: bulk copies */
 enum { SLOTS = 2, CHUNK = 128, CHUNKS = 6 };
