@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import functools
 import os
+import re
 import shutil
 import subprocess
 
@@ -118,6 +119,30 @@ def test_a_deadlock_says_who_waits_for_what():
     assert ending == "deadlock"
     assert "test_ring, block 0" in text and "mbarrier_wait: shared memory + " in text
     assert "1 of 4 arrivals" in text
+
+
+def test_a_deadlock_says_which_values_are_missing():
+    ending, text = selftest("plain", "values", "3", seed=1)
+    assert ending == "deadlock"
+    assert "test_values, block 1, thread 9: retry_values: " in text
+    assert "the word 0 at byte 144 of an allocation of 2048" in text
+
+
+def test_registers_that_cannot_move_are_told_of():
+    assert "GROW_REGISTERS(232): a warp of 168 each; its block has " in selftest("plain", "registers", "3")[1]
+    text = selftest("plain", "registers", "2")[1]
+    assert "warpgroup 1 ends: warp 4 has changed its registers 1 times, warp 6 0 times" in text
+
+
+def test_every_primitive_has_a_twin():
+    """What the self-test's PTX defines, device.h declares or defines too."""
+    ptx, _, _ = (SOURCES / "selftest.cu").read_text(encoding="utf-8").partition("#include \"device.h\"")
+    ptx = ptx.partition("/* PTX: ")[2]
+    words = set(re.findall(r"^DEVICE [\w ]+?[ *](\w+)\(|^#define (\w+_REGISTERS)\(", ptx, re.M))
+    words = {a or b for a, b in words} - {"spin_ns", "mbarrier_try"}   # the GPU's own
+    twins = (SOURCES / "device.h").read_text(encoding="utf-8")
+    assert len(words) > 30
+    assert {word for word in words if not re.search(rf"\b{word}[(,]", twins)} == set()
 
 
 def test_every_fault_is_caught():

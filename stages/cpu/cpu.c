@@ -1689,7 +1689,8 @@ static void run_until(bool (*done)(const void *), const void *what)
         struct fiber *next = pick();
         if (next)
             switch_to(next);
-        else if (!moved && !deliver(true) && !land_when_nothing_moves() && !look_again())
+        else if (!moved && !deliver(true) && !land_when_nothing_moves() &&
+                 !look_again())
             deadlock("deadlock");
         if (steps > MOST_STEPS)
             deadlock("no progress: somebody spins by hand");

@@ -198,7 +198,8 @@ DEVICE bits128 load_relaxed_4(const uint32_t *p)
 
 DEVICE void count_relaxed(uint32_t *p, uint32_t n)
 {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;"
+                 ::"l"(p), "r"(n) : "memory");
 }
 enum { HINT_POLLS = 4096 };
 DEVICE void wait_hint(const uint32_t *p, uint32_t v)
