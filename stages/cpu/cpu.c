@@ -44,7 +44,7 @@ enum {
 static const size_t device_memory = (size_t)8 << 30; // bytes
 
 /* cpu: what there is */
-enum wait_kind { FOR_WORD, FOR_MBARRIER, FOR_BARRIER, FOR_WARP, FOR_GRID };
+enum wait_kind { FOR_WORD, FOR_VALUE, FOR_MBARRIER, FOR_BARRIER, FOR_WARP, FOR_GRID };
 struct fiber {
     struct cpu_place place; // must be first: cpu_here points at it
     struct block *block;
@@ -61,6 +61,9 @@ struct fiber {
     unsigned n_loads, n_inits;
     const uint32_t *loads[8]; // addresses loaded in relaxed order since the last fence
     uint64_t *inits[64];      // mbarriers initialised and not yet shown to the engine
+    /* fiber: its relaxed stores, its retries */
+    unsigned n_late;
+    uint64_t shown, retried; // retried: the switch at which it last asked for a value
 #ifdef CPU_UCONTEXT
     ucontext_t context;
 #endif
@@ -464,12 +467,14 @@ static void next_spell(void)
     starved = n_runnable && one_in(2) ? runnable[below(n_runnable)] : NULL;
     spell = 1 + below(1u << below(8));
 }
-static bool deliver(bool nothing_else_moves);
+static bool deliver(bool nothing_else_moves), land_some(bool nothing_else_moves);
 static void pause_thread(void) // somebody else's turn
 {
     steps++;
     if (one_in(16))
         deliver(false);
+    for (unsigned i = one_in(4) ? 1u << below(4) : 0; i > 0; i--)
+        land_some(false);
     struct fiber *next = NULL;
     if (++switches % 64 != 0) // else the host looks after streams
         next = pick();
@@ -526,6 +531,123 @@ static void wake(const void *where)
             beds[i].last = f;
         }
     }
+}
+
+/* cpu: stores on their way */
+enum { MOST_LATE = 1 << 14, HEADS = 4096 };
+struct late {
+    uint32_t *at, value;
+    bool adds, stubborn;
+    unsigned seat;      // in the list
+    uint64_t order;
+    struct fiber *by;
+    struct late *next;  // of the same head, by age
+};
+static struct late *late[MOST_LATE], *heads[HEADS], *spare;
+static unsigned n_late;
+static uint64_t n_stores;
+static struct late **head_of(const uint32_t *p)
+{
+    return &heads[((uintptr_t)p >> 2) * 0x9e3779b97f4a7c15u >> 52];
+}
+
+static void land(struct late *e)
+{
+    struct late **link = head_of(e->at);
+    while ((*link)->at != e->at || (*link)->by != e->by)
+        link = &(*link)->next;
+    e = *link;
+    *link = e->next;
+    late[e->seat] = late[--n_late];
+    late[e->seat]->seat = e->seat;
+    e->by->n_late--;
+    if (e->adds)
+        __atomic_fetch_add(e->at, e->value, __ATOMIC_RELAXED);
+    else
+        __atomic_store_n(e->at, e->value, __ATOMIC_RELAXED);
+    e->next = spare;
+    spare = e;
+    steps = 0;
+    wake(e->at);
+}
+
+static bool land_some(bool nothing_else_moves)
+{
+    if (n_late == 0)
+        return false;
+    struct late *e = late[below(n_late)];
+    if (e->stubborn && !nothing_else_moves && !one_in(64))
+        return false;
+    land(e);
+    return true;
+}
+static bool is_known(const struct late *e) // to this thread
+{
+    return e->by == self ||
+           (e->by->block == self->block && e->order <= e->by->shown);
+}
+
+void cpu_show(void) { self->shown = n_stores; }
+void cpu_publish(void)
+{
+    cpu_show();
+    for (unsigned i = n_late; i-- > 0;)
+        while (i < n_late && is_known(late[i]))
+            land(late[i]);
+}
+static void settle(const uint32_t *p, bool own_too)
+{
+    struct late *e = *head_of(p), *next;
+    for (; e; e = next) {
+        next = e->next;
+        if (e->at == p && is_known(e) && (own_too || e->by != self))
+            land(e);
+    }
+}
+void cpu_settle(const uint32_t *p) { settle(p, true); }
+
+uint32_t cpu_seen(const uint32_t *p, uint32_t in_memory)
+{
+    if (!*head_of(p))
+        return in_memory;
+    settle(p, false);
+    uint32_t v = __atomic_load_n(p, __ATOMIC_RELAXED);
+    for (const struct late *e = *head_of(p); e; e = e->next)
+        if (e->at == p && e->by == self)
+            v = e->adds ? v + e->value : e->value;
+    return v;
+}
+
+void cpu_late(uint32_t *p, uint32_t v, int adds)
+{
+    settle(p, false);
+    if (n_late == MOST_LATE)
+        land(late[below(n_late)]);
+    struct late *e = spare, **link = head_of(p);
+    if (e)
+        spare = e->next;
+    else
+        e = grab(sizeof *e);
+    *e = (struct late){p, v, adds, one_in(16), n_late, ++n_stores, self, NULL};
+    while (*link)
+        link = &(*link)->next;
+    *link = late[n_late++] = e;
+    self->n_late++;
+    maybe_pause();
+}
+
+unsigned cpu_below(unsigned n) { return below(n); }
+void cpu_yield(void)
+{
+    make_ready(self);
+    pause_thread();
+}
+void retry_values(const uint32_t *p)
+{
+    self->where = p;
+    self->kind = FOR_VALUE;
+    self->retried = switches;
+    cpu_yield();
 }
 
 /* cpu: bulk copies in flight */
@@ -622,6 +744,7 @@ static const uint64_t evict_first_policy = 0x12f0000000000000u;
 uint64_t evict_first(void) { return evict_first_policy; }
 void proxy_fence(void)
 {
+    cpu_publish();
     release(&proxy_edge);
     mbarrier_init_fence();
 }
@@ -674,7 +797,7 @@ void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *b,
 /* cpu: what a thread can do */
 char *shared_memory(void) { return self->block->shared; }
 uint64_t device_ns(void) { return switches * 100; }
-void cpu_misaligned(const void *p) { fail("a 16-byte load at %p", p); }
+void cpu_misaligned(const void *p) { fail("16 bytes at %p, no multiple of 16", p); }
 void cpu_read_only(const void *p, size_t bytes)
 {
     void *was = act_as(self->block->grid->constant->tsan);
@@ -697,6 +820,7 @@ void cpu_wait_at_least(const uint32_t *p, uint32_t v) { sleep_on(p, FOR_WORD, v)
 
 void fence_gpu(void)
 {
+    cpu_publish();
     for (unsigned i = 0; i < 8 && i < self->n_loads; i++)
         acquire(self->loads[i]);
     self->n_loads = 0;
@@ -792,6 +916,7 @@ static void all_release(struct warp *w, const void *edge)
 static void meet(struct warp *w) { all_release(w, &w->edge); }
 void cpu_syncwarp(void)
 {
+    cpu_show();
     together("__syncwarp", meet);
     acquire(&self->warp->edge);
 }
@@ -855,6 +980,7 @@ static void arrive(struct barrier *b, struct warp *w, unsigned id, unsigned warp
 static void barrier(const char *operation, unsigned id, unsigned warps, bool waits)
 {
     struct barrier *b = &self->block->barriers[id];
+    cpu_show();
     struct warp *w = gather(operation, id * 64 + warps);
     unsigned generation = w->generation;
     if (w->arrived == w->lanes) {
@@ -926,6 +1052,7 @@ static void arrive_at(uint64_t *b, uint32_t bytes, const char *operation)
         fail("%s: more arrivals than the %u of a phase", operation, (unsigned)m->count);
     if (m->bytes + (int64_t)bytes > MOST_BYTES)
         fail("%s: more than %d bytes in a phase", operation, MOST_BYTES);
+    cpu_show();
     release(edge_of(m, m->phase));
     m->bytes += (int)bytes;
     m->pending--;
@@ -1083,6 +1210,8 @@ static void end_block(struct block *b)
 static void exit_thread(void)
 {
     struct block *b = self->block;
+    while (self->n_late)
+        cpu_yield();
     release(&b->end);
     give_fiber(b->grid->pool, self);
     steps = 0;
@@ -1215,6 +1344,14 @@ static void describe_counter(const uint32_t *p, uint32_t wanted)
         fprintf(stderr, " (byte %td of an allocation of %zu)",
                 (const char *)p - a->first, a->bytes);
 }
+static void describe_value(const uint32_t *p)
+{
+    const struct allocation *a = allocation_of(p, sizeof *p);
+    fprintf(stderr, "retry_values: a value with its proof, it is 0x%08x", *p);
+    if (a)
+        fprintf(stderr, " (byte %td of an allocation of %zu)",
+                (const char *)p - a->first, a->bytes);
+}
 
 static void describe(const struct fiber *f)
 {
@@ -1225,6 +1362,9 @@ static void describe(const struct fiber *f)
     switch (f->kind) {
     case FOR_WORD:
         describe_counter(f->where, f->wanted);
+        break;
+    case FOR_VALUE:
+        describe_value(f->where);
         break;
     case FOR_MBARRIER:
         fprintf(stderr, "mbarrier_wait: shared memory + %ld, the phase of parity %u; "
@@ -1265,9 +1405,20 @@ static bool alike(const struct fiber *f, const struct fiber *g)
            f->wanted == g->wanted;
 }
 
+static unsigned add_retriers(struct fiber **list, unsigned n)
+{
+    for (unsigned i = 0; i < n_runnable; i++)
+        for (unsigned j = 0; j < runnable[i]->n_ready; j++) {
+            struct fiber *f = runnable[i]->ready[j];
+            if (f->kind == FOR_VALUE && f->retried + steps >= switches)
+                list[n++] = f;
+        }
+    return n;
+}
+
 static unsigned sorted_sleepers(struct fiber **list)
 {
-    unsigned n = 0;
+    unsigned n = add_retriers(list, 0);
     for (unsigned i = 0; i < BEDS; i++)
         for (struct fiber *f = beds[i].first; f; f = f->next)
             list[n++] = f;
@@ -1319,7 +1470,7 @@ static void deadlock(const char *what)
         if (s->first && s->first->kind == WAIT && s->n_running == 0)
             fprintf(stderr, "  stream %u waits for an event\n", i);
     }
-    fprintf(stderr, "  %u threads asleep, %u bulk copies in flight\n", asleep,
+    fprintf(stderr, "  %u threads wait, %u bulk copies in flight\n", asleep,
             n_flights);
     _exit(3);
 }
@@ -1334,6 +1485,13 @@ static bool look_again(void)
                 return true;
             }
     return false;
+}
+
+static void no_progress(void)
+{
+    struct fiber **list = grab((n_fibers + 1) * sizeof *list);
+    deadlock(add_retriers(list, 0) ? "deadlock: values that are asked for never come"
+                                   : "no progress: somebody spins by hand");
 }
 
 static void watch(int signal)
@@ -1353,10 +1511,10 @@ static void run_until(bool (*done)(const void *), const void *what)
         struct fiber *next = pick();
         if (next)
             switch_to(next);
-        else if (!moved && !deliver(true) && !look_again())
+        else if (!moved && !deliver(true) && !land_some(true) && !look_again())
             deadlock("deadlock");
         if (steps > MOST_STEPS)
-            deadlock("no progress: somebody spins by hand");
+            no_progress();
     }
 }
 
