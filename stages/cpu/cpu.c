@@ -33,6 +33,8 @@ enum {
     PLAIN_SHARED = 48 << 10,   // bytes a block may have without asking
     BLOCK_RESERVED = 1 << 10,  // bytes of an SM's shared memory lost to each block
     BARRIERS = 16,
+    REGISTERS = 1 << 16,       // of an SM, all for its one block if it shifts them
+    MOST_REGISTERS = 248,      // a thread starts with at most
     PAGE = 4096,              // bytes
     MOST_SMS = 256,
     MOST_STREAMS = 256,
@@ -44,7 +46,9 @@ enum {
 static const size_t device_memory = (size_t)8 << 30; // bytes
 
 /* cpu: what there is */
-enum wait_kind { FOR_WORD, FOR_VALUE, FOR_MBARRIER, FOR_BARRIER, FOR_WARP, FOR_GRID };
+enum wait_kind {
+    FOR_WORD, FOR_VALUE, FOR_MBARRIER, FOR_BARRIER, FOR_WARP, FOR_REGISTERS, FOR_GRID
+};
 struct fiber {
     struct cpu_place place; // must be first: cpu_here points at it
     struct block *block;
@@ -77,6 +81,8 @@ struct warp {
     unsigned lanes, arrived; // threads in the warp; those that called
     unsigned generation;     // operations completed
     unsigned ticket;         // the barrier generation it waits to see the end of
+    unsigned registers;      // of each lane
+    unsigned changes;        // a digest of how it changed them
     char edge;               // for ThreadSanitizer
     struct operand in[WARP];
     union { uint32_t u; float f[4]; } out[WARP];
@@ -92,6 +98,7 @@ struct block {
     struct grid *grid;
     unsigned index, sm, alive, n_ready, seat; // seat: its place among the runnable
     unsigned in_flight;                       // bulk copies
+    unsigned registers;                       // that no warp has
     bool triggered;                           // called launch_dependents
     char *shared;
     char start, end, issue;                   // for ThreadSanitizer
@@ -161,7 +168,7 @@ static unsigned n_streams = 1;
 static struct kernel kernels[MOST_KERNELS];
 static unsigned n_kernels;
 static struct { unsigned threads, blocks, shared; } sms[MOST_SMS];
-static unsigned n_sms = 3, n_fibers;
+static unsigned n_sms = 3, n_fibers, n_late; // n_late: stores on their way
 static uint64_t seed = 1, switches, steps, n_begun, n_launched;
 static cudaError_t last_error;
 static void *nobody; // an identity for ThreadSanitizer that knows nothing, ever
@@ -473,7 +480,7 @@ static void pause_thread(void) // somebody else's turn
     steps++;
     if (one_in(16))
         deliver(false);
-    for (unsigned i = one_in(4) ? 1u << below(4) : 0; i > 0; i--)
+    for (unsigned i = n_late && one_in(4) ? 1u << below(4) : 0; i > 0; i--)
         land_some(false);
     struct fiber *next = NULL;
     if (++switches % 64 != 0) // else the host looks after streams
@@ -544,7 +551,6 @@ struct late {
     struct late *next;  // of the same head, by age
 };
 static struct late *late[MOST_LATE], *heads[HEADS], *spare;
-static unsigned n_late;
 static uint64_t n_stores;
 static struct late **head_of(const uint32_t *p)
 {
@@ -956,6 +962,38 @@ void cpu_mma(float c[4], const uint32_t a[4], const uint32_t b[2])
     memcpy(c, self->warp->out[lane()].f, sizeof in->c);
 }
 
+/* cpu: registers of a warp */
+static void change_registers(struct warp *w, unsigned n, bool grow)
+{
+    struct block *b = self->block;
+    unsigned difference = (grow ? n - w->registers : w->registers - n) * WARP;
+    while (grow && b->registers < difference)
+        sleep_on(&b->registers, FOR_REGISTERS, difference);
+    b->registers += grow ? -difference : difference;
+    w->registers = n;
+    w->changes = w->changes * 1031 + 2 * n + grow;
+    wake(&b->registers);
+}
+
+void cpu_registers(unsigned n, int grow)
+{
+    const char *operation = grow ? "GROW_REGISTERS" : "SHRINK_REGISTERS";
+    struct warp *w = gather(operation, n);
+    unsigned generation = w->generation;
+    if (n % 8 || n < 24 || n > 256)
+        fail("%s: %u is no multiple of 8 from 24 to 256", operation, n);
+    if (grow ? n < w->registers : n > w->registers)
+        fail("%s: to %u registers from %u", operation, n, w->registers);
+    if ((self->place.thread.x | 127) >= self->place.threads.x)
+        fail("%s: in a group of fewer than four warps", operation);
+    if (w->arrived == WARP) {
+        change_registers(w, n, grow);
+        complete(w);
+    }
+    while (w->generation == generation)
+        sleep_on(w, FOR_WARP, generation);
+}
+
 /* cpu: barriers of a block */
 static void arrive(struct barrier *b, struct warp *w, unsigned id, unsigned warps)
 {
@@ -1126,6 +1164,25 @@ static void vacate(unsigned sm, const struct grid *g)
     sms[sm].blocks--;
 }
 
+static void deal_registers(struct block *b, unsigned warps)
+{
+    unsigned each = REGISTERS / b->grid->threads & ~7u;
+    each = each < MOST_REGISTERS ? each : MOST_REGISTERS;
+    while (warps * WARP * each > REGISTERS) // the last warp may not be whole
+        each -= 8;
+    b->registers = REGISTERS - warps * WARP * each;
+    for (unsigned i = 0; i < warps; i++)
+        b->warps[i].registers = each;
+}
+static void compare_registers(const struct block *b)
+{
+    const struct warp *w = b->warps;
+    for (unsigned i = 0; i < whole_warps(b->grid->threads) / WARP; i++)
+        if (w[i].changes != w[i & ~3u].changes)
+            fail("warps %u and %u are of one group, and changed their registers "
+                 "differently", i & ~3u, i);
+}
+
 static void start_block(struct grid *g, unsigned sm)
 {
     unsigned warps = whole_warps(g->threads) / WARP;
@@ -1139,6 +1196,7 @@ static void start_block(struct grid *g, unsigned sm)
     b->fibers = (struct fiber **)(b->warps + warps);
     b->ready = b->fibers + g->threads;
     occupy(sm, g);
+    deal_registers(b, warps);
     /* make the block's shared memory, in the engine's name */
     b->engine = take_fiber(g->pool);
     void *was = act_as(b->engine->tsan), *shared;
@@ -1192,6 +1250,7 @@ static void end_block(struct block *b)
     struct grid *g = b->grid;
     if (b->in_flight)
         fail("the block has ended with %u bulk copies in flight", b->in_flight);
+    compare_registers(b);
     void *was = act_as(b->engine->tsan);
     acquire(&b->end);
     free(b->shared);
@@ -1383,6 +1442,10 @@ static void describe(const struct fiber *f)
     case FOR_WARP:
         fprintf(stderr, "%s: %u of %u lanes have come", w->operation, w->arrived,
                 w->lanes);
+        break;
+    case FOR_REGISTERS:
+        fprintf(stderr, "GROW_REGISTERS: a warp wants %u more, the pool has %u",
+                f->wanted, f->block->registers);
         break;
     case FOR_GRID:
         fprintf(stderr, "wait_for_prerequisites: the launch before it to end");

@@ -238,8 +238,9 @@ static inline void wait_hint(const uint32_t *p, uint32_t v)
 }
 
 /* twin: registers of a warpgroup */
-#define SHRINK_REGISTERS(n) ((void)(n))
-#define GROW_REGISTERS(n) ((void)(n))
+#define SHRINK_REGISTERS(n) cpu_registers(n, 0)
+#define GROW_REGISTERS(n) cpu_registers(n, 1)
+void cpu_registers(unsigned n, int grow);
 
 /* twin: loads */
 #define CPU_ALIGNED(p, n) (((uintptr_t)(p) & ((n)-1)) == 0)

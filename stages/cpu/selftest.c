@@ -231,7 +231,7 @@ static const struct test_case cases[] = {
      {"barrier removed", "release made relaxed"}},
     {"registers", test_registers, {1, 384, 0}, same, 384, run_once,
      {"more than the pool has", "shrinks to more than it has",
-      "grows to less than it has", "a warp does not shrink"}},
+      "grows to less than it has", "a warp of the group does not shrink"}},
     /* cases of bulk copies */
     {"ring", test_ring, {2, 160, 1056}, chunk_sum, 256, run_once,
      {"empty-wait removed", "full-wait removed", "syncwarp before the arrival removed",

@@ -697,6 +697,8 @@ KERNEL THREADS(384) test_registers(struct test a)
     if (t >= 128) {
         if (a.fault == 3)
             GROW_REGISTERS(160);
+        else if (a.fault == 4)
+            GROW_REGISTERS(200);
         else
             GROW_REGISTERS(232);
     } else if (a.fault == 2) {
