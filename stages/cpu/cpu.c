@@ -582,7 +582,7 @@ static bool land_some(bool nothing_else_moves)
     if (n_late == 0)
         return false;
     struct late *e = late[below(n_late)];
-    if (e->stubborn && !nothing_else_moves && !one_in(64))
+    if (e->stubborn && !nothing_else_moves && (switches >> 10 & 3) != 3)
         return false;
     land(e);
     return true;
@@ -634,7 +634,7 @@ void cpu_late(uint32_t *p, uint32_t v, int adds)
         spare = e->next;
     else
         e = grab(sizeof *e);
-    *e = (struct late){p, v, adds, one_in(16), n_late, ++n_stores, self, NULL};
+    *e = (struct late){p, v, adds, one_in(8), n_late, ++n_stores, self, NULL};
     while (*link)
         link = &(*link)->next;
     *link = late[n_late++] = e;

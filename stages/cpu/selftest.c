@@ -11,7 +11,7 @@ enum { N = 4096, SCRATCH = 2048 };
 struct test {
     int fault;    // 0: none
     float *x, *y; // [N] whole numbers below 97; [N] NaN
-    uint32_t *u;  // [544] zeros
+    uint32_t *u;  // [1568] zeros
 };
 
 /* selftest: a case */
@@ -35,7 +35,7 @@ static int allocate(struct test *a)
         host_x[i] = x_of(i);
     return cudaMalloc((void **)&a->x, sizeof host_x) ||
            cudaMalloc((void **)&a->y, sizeof host_y) ||
-           cudaMalloc((void **)&a->u, 2176) || cudaMemset(a->u, 0, 2176) ||
+           cudaMalloc((void **)&a->u, 6272) || cudaMemset(a->u, 0, 6272) ||
            cudaMemcpy(a->x, host_x, sizeof host_x, cudaMemcpyHostToDevice);
 }
 
@@ -225,9 +225,9 @@ static const struct test_case cases[] = {
     {"values", test_values, {2, 64, 0}, other_64, 128, run_once,
      {"no proof asked for", "one proof for four words", "three words never stored",
       "a store of four words not aligned"}},
-    {"count", test_count, {2, 64, 0}, same, 64, run_once,
+    {"count", test_count, {6, 64, 0}, other_64, 384, run_once,
      {"the count taken as proof", "nobody counts", "a plain load"}},
-    {"known", test_known, {2, 64, 0}, backwards_64, 128, run_once,
+    {"known", test_known, {6, 64, 0}, backwards_64, 768, run_once,
      {"barrier removed", "release made relaxed"}},
     {"registers", test_registers, {1, 384, 0}, same, 384, run_once,
      {"more than the pool has", "shrinks to more than it has",

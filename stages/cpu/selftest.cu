@@ -389,7 +389,7 @@ enum { N = 4096, SCRATCH = 2048 };
 struct test {
     int fault;    // 0: none
     float *x, *y; // [N] whole numbers below 97; [N] NaN
-    uint32_t *u;  // [544] zeros
+    uint32_t *u;  // [1568] zeros
 };
 
 /* selftest: its place */
@@ -648,45 +648,41 @@ CPU_KERNEL(test_values, struct test)
 
 KERNEL test_count(struct test a)
 {
-    unsigned t = threadIdx.x;
-    uint32_t *p = place_of(a, t);
-    if (blockIdx.x == 0) {
-        store_relaxed_4(p, values_of(a, t));
-        __syncthreads();
-        if (t == 0 && a.fault != 2)
-            count_relaxed(a.u, 1);
-        return;
-    }
-    wait_hint(a.u, 1);
-    while (a.fault && a.fault < 4 && load_relaxed(a.u) == 0)
-        retry_values(a.u);
+    unsigned i = index_of(threadIdx.x);
+    const uint32_t *p = place_of(a, i ^ 64), *theirs = a.u + (blockIdx.x ^ 1);
+    store_relaxed_4(place_of(a, i), values_of(a, i));
+    __syncthreads();
+    if (threadIdx.x == 0 && a.fault != 2)
+        count_relaxed(a.u + blockIdx.x, 1);
+    wait_hint(theirs, 1);
+    while (a.fault && load_relaxed(theirs) == 0)
+        retry_values(theirs);
     if (a.fault == 3)
-        a.y[t] = value(load_16(p));
+        a.y[i] = value(load_16(p));
     else
-        a.y[t] = ask(a, p);
+        a.y[i] = ask(a, p);
 }
 CPU_KERNEL(test_count, struct test)
 
 KERNEL test_known(struct test a)
 {
-    unsigned t = threadIdx.x;
-    if (blockIdx.x == 0) {
-        store_relaxed(a.u + PLACES + t, (uint32_t)a.x[t]);
-        count_relaxed(a.u + 1, 1);
-        if (a.fault != 1)
-            __syncthreads();
-        a.y[t] = (float)load_relaxed(a.u + PLACES + 63 - t);
-        if (t == 0 && a.fault == 2)
-            store_relaxed(a.u, 1);
-        else if (t == 0)
-            store_release(a.u, 1);
-    } else {
-        if (t == 0)
-            wait_at_least(a.u, 1);
+    unsigned t = threadIdx.x, other = blockIdx.x ^ 1;
+    uint32_t *mine = a.u + PLACES + index_of(0), *theirs = a.u + PLACES + other * 64;
+    store_relaxed(mine + t, (uint32_t)a.x[t]);
+    count_relaxed(a.u + 8 + blockIdx.x, 1);
+    if (a.fault != 1)
         __syncthreads();
-        uint32_t missing = 64 - load_relaxed(a.u + 1);
-        a.y[64 + t] = (float)(load_relaxed(a.u + PLACES + 63 - t) + missing);
-    }
+    float near = (float)load_relaxed(mine + 63 - t);
+    if (t == 0 && a.fault == 2)
+        store_relaxed(a.u + blockIdx.x, 1);
+    else if (t == 0)
+        store_release(a.u + blockIdx.x, 1);
+    if (t == 0)
+        wait_at_least(a.u + other, 1);
+    __syncthreads();
+    uint32_t missing = 64 - load_relaxed(a.u + 8 + other);
+    a.y[index_of(t)] = near + (float)missing;
+    a.y[384 + index_of(t)] = (float)load_relaxed(theirs + 63 - t);
 }
 CPU_KERNEL(test_known, struct test)
 
