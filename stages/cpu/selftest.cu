@@ -672,11 +672,11 @@ KERNEL test_known(struct test a)
     count_relaxed(a.u + 8 + blockIdx.x, 1);
     if (a.fault != 1)
         __syncthreads();
-    float near = (float)load_relaxed(mine + 63 - t);
     if (t == 0 && a.fault == 2)
         store_relaxed(a.u + blockIdx.x, 1);
     else if (t == 0)
         store_release(a.u + blockIdx.x, 1);
+    float near = a.fault == 2 ? a.x[63 - t] : (float)load_relaxed(mine + 63 - t);
     if (t == 0)
         wait_at_least(a.u + other, 1);
     __syncthreads();
