@@ -58,10 +58,13 @@ int main(int argc, char **argv)
         return 0;
     }
     struct geometry *g = &l->args.g;
-    printf("built %zu %d %d %d %d", allocated, g->slots, g->half, g->groups, g->splits);
-    for (int i = 0; i < PHASES; i++)
-        if (i != ATTEND)
-            printf(" %d %lld %d", g->p[i].pieces, 2LL * g->p[i].pairs * g->p[i].piece, g->p[i].open);
-    printf(" %lld\n", (long long)l->shared);
+    printf("built %zu %d %d %lld %d %d %d %d", allocated, g->slots, g->half, (long long)l->shared,
+           (int)SHARED_BYTES, g->groups, g->splits, g->open_tiles);
+    for (int i = 0; i < PHASES; i++) {
+        struct product *p = g->p + i;
+        printf(" %d %d %d %d %d %d %d %d %d", p->columns, p->piece, p->pieces, p->wide, p->across,
+               p->pairs, p->chunks, p->each * l->blocks + p->extra, p->open);
+    }
+    printf("\n");
     return layer_teardown(l);
 }

@@ -37,54 +37,24 @@ def find():
                           pathlib.Path("/usr/local/cuda/bin/compute-sanitizer")) if os.access(p, os.X_OK)), None)
 
 
-SLOT = ("a slot: the bulk copies complete a phase of its mbarrier full, which every lane waits for; the "
-        "warp meets and arrives at empty, for which the next copy waits")
-VECTOR = ("the vector: the loaders meet and one arrives at its mbarrier, which every lane waits for; it is "
-          "written over after its chunks were counted with release, and that acquired")
-QUERIES = ("a unit's queries: the loaders meet and one publishes them with release, which a lane acquires "
-           "before its warp meets; written over after all of the unit's tiles have arrived at their mbarriers")
-SUMS = ("a tile's sums: the warp meets and arrives at the place's mbarrier, which every loader waits for; "
-        "the place is used again after a number was published that says it is merged")
-AFTER = ("the sums of tiles lie where the vector of Q, K and V was: its chunks were counted with release "
-         "and that acquired before the queries, which a tile waits for, were published")
-TAG = "what is in a slot: written before full is arrived at, read after it; written again after empty"
-COUNT = "the counter itself: stored or added to with release, read with acquire"
+SLOT = ("a slot: the bulk copies of each half complete a phase of its mbarrier full, which every lane waits "
+        "for; the warp meets and arrives at empty, for which the next copy waits")
+SUMS = ("the sums of a chunk: the warp meets and arrives at delivered, which the epilogue waits for; its warp "
+        "meets and arrives at taken, for which the place's next sums wait")
+SQUARES = ("a warp's sum of squares: counted by its first lane before it arrives at delivered with the sums of "
+           "its first chunk, which the epilogue waits for before it reads; nobody writes it in this step again")
 
 # Two functions that touch the same shared memory, one of them writing: what orders them, and the fault in
 # tests/mutants.py that takes a part of that order away. What barriers or __syncwarp order is not listed:
 # racecheck understands these.
-SENT = ("the sums of a chunk: the warp meets and arrives at delivered, which the epilogue waits for; the "
-        "place is used again after the epilogue has arrived at taken")
 ORDERED = {
     ("bulk_load", "bulk_load"): (SLOT, "a producer does not wait for room"),
-    ("bulk_load", "load_weights"): (SLOT, "consumers do not wait for a half"),
-    ("bulk_load", "load_keys"): (SLOT, "a tile's keys are read before they are there"),
-    ("bulk_load", "load_values"): (SLOT, "a tile's values are read before they are there"),
-    ("deliver", "take_sums"): (SENT, "sums taken before they are delivered"),
-    ("norm_factor", "take_vector"): (SENT, "sums taken before they are delivered"),
+    ("bulk_load", "load_16"): (SLOT, "a slot is given back before it is read"),
+    ("consume", "norm_factor"): (SQUARES, "factor before the squares are there"),
+    ("deliver", "deliver"): (SUMS, "sums written over before they are taken"),
+    ("deliver", "take_sums"): (SUMS, "sums are taken before they are there"),
+    ("norm_factor", "take_vector"): (SQUARES, "factor before the squares are there"),
 }
-# Reports of the first form of stage 7, which tests/racecheck.txt keeps as an example of what is printed.
-FIRST_FORM = {
-    ("bulk_load", "bulk_load"): (SLOT, ""),
-    ("bulk_load", "dot"): (SLOT, ""),
-    ("bulk_load", "score_tile"): (SLOT, ""),
-    ("bulk_load", "fetch_row"): (SLOT, ""),
-    ("bulk_load", "sum_tile"): (SLOT, ""),
-    ("dot", "put_words"): (VECTOR, ""),
-    ("multiply_chunk", "put_vector"): (VECTOR, ""),
-    ("score_tile", "split_pair"): (QUERIES, ""),
-    ("merge", "sum_tile"): (SUMS, ""),
-    ("merge_tiles", "sum_tile"): (SUMS, ""),
-    ("merge_tiles", "soften"): (SUMS, ""),
-    ("soften", "soften"): (SUMS, ""),
-    ("sum_tile", "sum_tile"): (SUMS, ""),
-    ("dot", "sum_tile"): (AFTER, ""),
-    ("put_words", "sum_tile"): (AFTER, ""),
-    ("consume", "offer"): (TAG, ""),
-    ("publish_in_block", "wait_in_block"): (COUNT, ""),
-    ("add_in_block", "wait_in_block"): (COUNT, ""),
-}
-LISTED = {**FIRST_FORM, **ORDERED}
 ACCESS = r"(?:Read|Write) access at (?:\w+ )*(\w+)\(.*"
 REPORT = re.compile(rf"Race reported between {ACCESS}\n((?:=+ +and {ACCESS}\n?)+)")
 
@@ -111,13 +81,13 @@ def readable(output):
 
 
 def judge(output, summary):
-    """Whether racecheck's reports are all of pairs in LISTED: a verdict, and lines that say which."""
+    """Whether racecheck's reports are all of pairs in ORDERED: a verdict, and lines that say which."""
     output = readable(output)
     count, pairs = pairs_of(output)
     stopped = "Maximum number of hazards reached" in output   # counted as a warning
-    known = [pair for pair in pairs if pair in LISTED]
-    unknown = [pair for pair in pairs if pair not in LISTED]
-    lines = [f"{pairs[pair]} of {' and '.join(pair)}: " + (LISTED[pair][0] if pair in known else "NOT LISTED")
+    known = [pair for pair in pairs if pair in ORDERED]
+    unknown = [pair for pair in pairs if pair not in ORDERED]
+    lines = [f"{pairs[pair]} of {' and '.join(pair)}: " + (ORDERED[pair][0] if pair in known else "NOT LISTED")
              for pair in sorted(unknown) + sorted(known)]
     told = sum(map(int, re.findall(r"(\d+) (?:error|warning)s?\b", summary))) - stopped
     if unknown or not count:
