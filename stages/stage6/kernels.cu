@@ -108,9 +108,9 @@ DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
 }
 
 /* PTX: loads and stores with an order */
-/* PTX: relaxed words */
-#ifndef RELAXED_WORDS
-#define RELAXED_WORDS
+/* PTX: one word, relaxed */
+#ifndef RELAXED_WORD
+#define RELAXED_WORD 4 // bytes
 DEVICE uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;

@@ -61,9 +61,9 @@ DEVICE uint32_t shared_address(const void *p)
 }
 
 /* PTX: loads and stores with an order */
-/* PTX: relaxed words */
-#ifndef RELAXED_WORDS
-#define RELAXED_WORDS
+/* PTX: one word, relaxed */
+#ifndef RELAXED_WORD
+#define RELAXED_WORD 4 // bytes
 DEVICE uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;

@@ -127,9 +127,9 @@ DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
 }
 
 /* PTX: loads and stores with an order */
-/* PTX: relaxed words */
-#ifndef RELAXED_WORDS
-#define RELAXED_WORDS
+/* PTX: one word, relaxed */
+#ifndef RELAXED_WORD
+#define RELAXED_WORD 4 // bytes
 DEVICE uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -225,9 +225,9 @@ DEVICE void wait_in_block(const uint32_t *p, uint32_t v)
 }
 
 /* PTX: relaxed values */
-/* PTX: relaxed words */
-#ifndef RELAXED_WORDS
-#define RELAXED_WORDS
+/* PTX: one word, relaxed */
+#ifndef RELAXED_WORD
+#define RELAXED_WORD 4 // bytes
 DEVICE uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -256,19 +256,18 @@ DEVICE void store_relaxed_4(uint32_t *p, bits128 x)
                  : "memory");
 }
 
-/* what was there is not asked for */
+enum { HINT_POLLS = 4096 };
 DEVICE void count_relaxed(uint32_t *p, uint32_t n)
 {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n)
-                 : "memory");
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;"
+                 ::"l"(p), "r"(n) : "memory");
 }
-enum { HINT_POLLS = 4096 };
 DEVICE void wait_hint(const uint32_t *p, uint32_t v)
 {
-    for (int i = 0; i < HINT_POLLS && (int32_t)(load_relaxed(p) - v) < 0; i++) {}
+    for (int i = 0; i < HINT_POLLS && (int32_t)(load_relaxed(p) - v) < 0; i++)
+        ;
 }
-
-DEVICE void retry_values(const uint32_t *p) { (void)p; }
+DEVICE void retry_values(const uint32_t *p) { (void)p; } // p has no proof yet
 
 /* PTX: prefetch */
 DEVICE void prefetch(const void *p)
@@ -277,8 +276,16 @@ DEVICE void prefetch(const void *p)
 }
 
 /* PTX: registers of a warpgroup */
-#define SHRINK_REGISTERS(n) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n))
-#define GROW_REGISTERS(n) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n))
+#if defined __CUDA_ARCH_FEAT_SM90_ALL || defined __CUDA_ARCH_SPECIFIC__ || \
+    defined __CUDA_ARCH_FAMILY_SPECIFIC__
+#define SHRINK_REGISTERS(n) \
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n))
+#define GROW_REGISTERS(n) \
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n))
+#else
+#define SHRINK_REGISTERS(n) ((void)0)
+#define GROW_REGISTERS(n) ((void)0)
+#endif
 
 /* PTX: mbarriers */
 #ifdef DEBUG_SPINS
