@@ -61,6 +61,9 @@ DEVICE uint32_t shared_address(const void *p)
 }
 
 /* PTX: loads and stores with an order */
+/* PTX: one word, relaxed */
+#ifndef RELAXED_WORD
+#define RELAXED_WORD 4 // bytes
 DEVICE uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -68,6 +71,12 @@ DEVICE uint32_t load_relaxed(const uint32_t *p)
                  : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+DEVICE void store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+#endif
+
 DEVICE uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -76,10 +85,6 @@ DEVICE uint32_t load_acquire(const uint32_t *p)
     return v;
 }
 
-DEVICE void store_relaxed(uint32_t *p, uint32_t v)
-{
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 DEVICE void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -149,13 +154,16 @@ DEVICE void mbarrier_wait(uint64_t *b, uint32_t parity)
 {
 #ifdef DEBUG_SPINS
     uint64_t start = spin_ns();
-#endif
-    while (!mbarrier_try(b, parity)) {
-#ifdef DEBUG_SPINS
+    while (!mbarrier_try(b, parity))
         if (spin_ns() - start > SPIN_LIMIT)
             spin_failed("an mbarrier's parity", b, parity, parity ^ 1u);
+#else
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "AGAIN:\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+                 "@!done bra AGAIN;\n\t}"
+                 ::"r"(shared_address(b)), "r"(parity) : "memory");
 #endif
-    }
 }
 
 /* PTX: bulk copies */
