@@ -454,7 +454,7 @@ DEVICE int64_t position(struct position p)
 }
 
 /* stream: who does what */
-DEVICE int rank_of_block(const struct layer_args *a, int phase)   /* its first chunk */
+DEVICE int rank_of_block(const struct layer_args *a, int phase)
 {
     int rank = (int)blockIdx.x;
     if (phase != GATE_UP) rank -= (int)gridDim.x - a->g.p[phase].extra;
@@ -465,6 +465,16 @@ DEVICE int chunks_of_block(const struct layer_args *a, int phase)
 {
     const struct product *p = a->g.p + phase;
     return p->each + (rank_of_block(a, phase) < p->extra);
+}
+
+struct deal { int first, step; };   /* from one chunk of this block to the next */
+
+DEVICE struct deal deal_of(const struct layer_args *a, int phase)
+{
+    const struct product *p = a->g.p + phase;
+    int rank = rank_of_block(a, phase), more = rank < p->extra ? rank : p->extra;
+    struct deal around = { rank, (int)gridDim.x }, run = { rank * p->each + more, 1 };
+    return phase == OUT || phase == DOWN ? run : around;
 }
 
 DEVICE int batch_end(const struct product *p, int start, int to)
@@ -693,7 +703,7 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int
     if (phase == QKV) w = projection_rows(a, c * m->pairs, half);
     else w += (several * c + (phase == GATE_UP ? 0 : half)) * step;
     struct rows r = { (const char *)(w + (int64_t)piece * m->piece),
-                      2 * several * (int)gridDim.x * step,
+                      2 * several * deal_of(a, phase).step * step,
                       (uint32_t)(2 * m->pairs * piece_width(m, piece)) };
     return r;
 }
@@ -703,11 +713,12 @@ DEVICE void produce_piece(const struct layer_args *a, struct shared *s,
                           /* chunks i to end - 1 */
                           int phase, int piece, int i, int end)
 {
-    int blocks = (int)gridDim.x, c = rank_of_block(a, phase) + i * blocks;
+    struct deal d = deal_of(a, phase);
+    int c = d.first + i * d.step;
     struct rows r = rows_of(a, phase, piece, c, p->half);
     p->most = a->g.p[phase].open;
     UNROLL(1)
-    for (; i < end; i++, c += blocks, r.at += r.stride) {
+    for (; i < end; i++, c += d.step, r.at += r.stride) {
         if (phase == QKV) r = rows_of(a, QKV, piece, c, p->half);
         fetch(a, s, p, r.at, r.bytes);
     }
@@ -1119,10 +1130,11 @@ struct walk { int pair, mine, first, step; };   /* mine: this lane has a pair */
 DEVICE struct walk walk_of(const struct layer_args *a, struct leg l)
 {
     const struct product *p = a->g.p + l.phase;
-    int pair = lane_id() >> p->bits, blocks = (int)gridDim.x;
+    struct deal d = deal_of(a, l.phase);
+    int pair = lane_id() >> p->bits;
     struct walk w = { pair, pair << p->bits == lane_id() && pair < p->pairs,
-                      (rank_of_block(a, l.phase) + l.from * blocks) * p->pairs,
-                      blocks * p->pairs };   /* pairs from one chunk to the next */
+                      (d.first + l.from * d.step) * p->pairs,
+                      d.step * p->pairs };   /* pairs from one chunk to the next */
     return w;
 }
 

@@ -651,7 +651,7 @@ DEVICE int64_t position(struct position p)
 }
 
 /* stream: who does what */
-DEVICE int rank_of_block(const struct layer_args *a, int phase)   /* its first chunk */
+DEVICE int rank_of_block(const struct layer_args *a, int phase)
 {
     int rank = (int)blockIdx.x;
     if (phase != GATE_UP) rank -= (int)gridDim.x - a->g.p[phase].extra;
@@ -662,6 +662,16 @@ DEVICE int chunks_of_block(const struct layer_args *a, int phase)
 {
     const struct product *p = a->g.p + phase;
     return p->each + (rank_of_block(a, phase) < p->extra);
+}
+
+struct deal { int first, step; };   /* from one chunk of this block to the next */
+
+DEVICE struct deal deal_of(const struct layer_args *a, int phase)
+{
+    const struct product *p = a->g.p + phase;
+    int rank = rank_of_block(a, phase), more = rank < p->extra ? rank : p->extra;
+    struct deal around = { rank, (int)gridDim.x }, run = { rank * p->each + more, 1 };
+    return phase == OUT || phase == DOWN ? run : around;
 }
 
 DEVICE int batch_end(const struct product *p, int start, int to)
@@ -966,7 +976,7 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int
                              : 2 * (int64_t)piece * p->piece;
     uint32_t bytes = (uint32_t)(p->pairs * (m->packed ? width / 2 * 3 : 2 * width));
     struct rows r = { m->at + skip + row_of(a, phase, c, half) * row,
-                      row * several * p->pairs * (int)gridDim.x, bytes, m->base };
+                      row * several * p->pairs * deal_of(a, phase).step, bytes, m->base };
     return r;
 }
 
@@ -975,11 +985,12 @@ DEVICE void produce_piece(const struct layer_args *a, struct shared *s,
                           /* chunks i to end - 1 */
                           int phase, int piece, int i, int end)
 {
-    int blocks = (int)gridDim.x, c = rank_of_block(a, phase) + i * blocks;
+    struct deal d = deal_of(a, phase);
+    int c = d.first + i * d.step;
     struct rows r = rows_of(a, phase, piece, c, p->half);
     p->most = a->g.p[phase].open;
     UNROLL(1)
-    for (; i < end; i++, c += blocks, r.at += r.stride) {
+    for (; i < end; i++, c += d.step, r.at += r.stride) {
         if (phase == QKV) r = rows_of(a, QKV, piece, c, p->half);
         wait_for_room(s, p);
         more_shared()->window[p->half][p->next.slot] = r.window;
@@ -1482,12 +1493,13 @@ DEVICE void fix_chunks(const struct layer_args *a, struct shared *s, struct turn
 {
     const struct product *p = a->g.p + phase;
     int bits = p->wide ? 0 : 4 - p->bits, rows = 2 << bits, several = 32 / rows;
-    int mine = lane_id() / rows, row = lane_id() % rows, blocks = (int)gridDim.x;
+    int mine = lane_id() / rows, row = lane_id() % rows;
+    struct deal d = deal_of(a, phase);
     if (several > SUMS / 2) several = SUMS / 2;
     UNROLL(1)
     for (; i < end; i += several) {
         struct fix f = { 0, 0, 1 };
-        int c = rank_of_block(a, phase) + (i + mine) * blocks;
+        int c = d.first + (i + mine) * d.step;
         if (mine < several && i + mine < end)
             f = fix_of(a, phase, piece, c, row >> bits, row & ((1 << bits) - 1),
                        epoch);
@@ -1621,10 +1633,11 @@ struct walk { int pair, mine, first, step; };   /* mine: this lane has a pair */
 DEVICE struct walk walk_of(const struct layer_args *a, struct leg l)
 {
     const struct product *p = a->g.p + l.phase;
-    int pair = lane_id() >> p->bits, blocks = (int)gridDim.x;
+    struct deal d = deal_of(a, l.phase);
+    int pair = lane_id() >> p->bits;
     struct walk w = { pair, pair << p->bits == lane_id() && pair < p->pairs,
-                      (rank_of_block(a, l.phase) + l.from * blocks) * p->pairs,
-                      blocks * p->pairs };   /* pairs from one chunk to the next */
+                      (d.first + l.from * d.step) * p->pairs,
+                      d.step * p->pairs };   /* pairs from one chunk to the next */
     return w;
 }
 
