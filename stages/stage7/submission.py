@@ -988,8 +988,6 @@ struct consumer {
 };
 
 /* stream: multiply a chunk */
-DEVICE void settle_vector(float *x) { (void)x; }   /* it is multiplied as it is */
-
 DEVICE void load_weights(const struct lane *l, bits128 *w, const char *half, int pairs,
                          int runs)
 {
@@ -1048,10 +1046,8 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
                 /* consume a piece of a batch */
                 int width = piece_width(p, piece);
                 struct columns c = columns_of(p, width, warp);
-                if (number != ATTEND) {
+                if (number != ATTEND)
                     take_vector(a, s, l.x, leg.phase, piece, c, warp, epoch, start > 0);
-                    settle_vector(l.x);
-                }
                 for (int q = 0; q < 2; q++) l.row[q] = (c.row + q) * width;
                 l.first = c.first, l.width = width, l.live = c.live;
                 w.place = place_of_sum(p, c, warp);
@@ -1626,15 +1622,15 @@ whole_layer(const IN_PLACE struct layer_args a)
         return;
     }
     if (warp < CONSUMERS) {
-        SHRINK_REGISTERS(120);
+        GROW_REGISTERS(128);
         wait_until_ready();
         consume(&a, s, pos, warp);
     } else if (warp < CONSUMERS + ATTENTION) {
-        GROW_REGISTERS(200);
+        GROW_REGISTERS(192);
         wait_until_ready();
         if (span_at(&a, pos).units) attend(&a, s, pos, warp - CONSUMERS);
     } else {
-        SHRINK_REGISTERS(72);
+        SHRINK_REGISTERS(64);
         if (warp == EPILOGUE) finish(&a, s, pos);
         else if (warp < PRODUCERS + 2) produce(&a, s, pos, warp - PRODUCERS);
     else wait_until_ready();

@@ -1244,69 +1244,30 @@ DEVICE bits128 eight_at(struct row r, int column)   /* of the eight from there o
 }
 
 /* packed: multiply a chunk */
-#ifndef TWIN
-DEVICE void load_step(bits128 *w, struct row r, int k)   /* the step from column k on */
-{
-    bits128 bottoms = load_16(r.at + k + 16 * lane_id());
-    struct bits64 tops = *(const struct bits64 *)(r.at + r.n + k / 2 + 8 * lane_id());
-    w[0] = unpack(bottoms.v[0], bottoms.v[1], tops.v[0]);
-    w[1] = unpack(bottoms.v[2], bottoms.v[3], tops.v[1]);
-}
+struct step { bits128 bottoms; struct bits64 tops; };   /* a lane's sixteen of a row */
 
-#else
-DEVICE void load_step(bits128 *w, struct row r, int k) { (void)w, (void)r, (void)k; }
-#endif
-
-DEVICE void settle_vector(float *x)   /* two numbers become two pairs: hi, lo */
+DEVICE void load_steps(const struct lane *l, struct step *w, const char *half, int pairs,
+                       int steps)
 {
-    for (int i = 0; i < 32; i += 2) {
-        uint32_t hi, lo;
-        split_pair(x[i], x[i + 1], &hi, &lo);
-        x[i] = bits_f32(hi), x[i + 1] = bits_f32(lo);
-    }
-}
-
-DEVICE void multiply_runs(float c[2][4], const float *x, const bits128 *low,
-                          const bits128 *high, int runs)   /* x: of the first run */
-{
-    for (int i = 0; i < runs; i++)
-        for (int k = 0; k < 4; k += 2) {
-            const float *v = x + 8 * i + 2 * k;
-            uint32_t hi[2] = { f32_bits(v[0]), f32_bits(v[2]) };
-            uint32_t lo[2] = { f32_bits(v[1]), f32_bits(v[3]) };
-            uint32_t a[4] = { low[i].v[k], high[i].v[k],
-                              low[i].v[k + 1], high[i].v[k + 1] };
-            mma_bf16(c[0], a, hi);
-            mma_bf16(c[1], a, lo);
+    for (int q = 0; q < pairs; q++)
+        for (int i = 0; i < steps; i++) {
+            const char *row = half + l->row[q] / 2 * 3;
+            int k = l->first + EIGHT * lane_id() + i * STEP;
+            if (2 * i >= l->live) continue;
+            w[q * steps + i].bottoms = load_16(row + k);
+            w[q * steps + i].tops = *(const struct bits64 *)(row + l->width + k / 2);
         }
 }
 
-DEVICE void take_diagonal(float c[2][4], float *low, float *high)
+DEVICE float dot_steps(const struct step *w, const float *x, int steps)
 {
-    int g = lane_id() / 4, here = lane_id() % 4 == g / 2;
-    *low = !here ? 0 : g % 2 ? c[0][1] + c[1][1] : c[0][0] + c[1][0];
-    *high = !here ? 0 : g % 2 ? c[0][3] + c[1][3] : c[0][2] + c[1][2];
-}
-
-DEVICE void multiply_steps(const struct layer_args *a, const struct lane *l,
-                           struct turn t, int pairs, int runs,
-                           float *sums)
-{
-    int k = l->first - EIGHT * lane_id();   /* columns before this warp's */
-    UNROLL(2)
-    for (int q = 0; q < pairs; q++) {
-        float c[2][4] = {{ 0, 0, 0, 0 }, { 0, 0, 0, 0 }};
-        struct row low = { slot_half(a, t.slot, 0) + l->row[q] / 2 * 3, l->width };
-        struct row high = { slot_half(a, t.slot, 1) + l->row[q] / 2 * 3, l->width };
-        for (int i = 0; i < runs; i += 2) {
-            bits128 w[2][2];
-            if (k + (i / 2 + 1) * STEP > l->width) break;
-            load_step(w[0], low, k + i / 2 * STEP);
-            load_step(w[1], high, k + i / 2 * STEP);
-            multiply_runs(c, l->x + 8 * i, w[0], w[1], 2);
-        }
-        take_diagonal(c, sums + q, sums + pairs + q);
+    bits128 runs[4];
+    for (int i = 0; i < steps; i++) {
+        bits128 b = w[i].bottoms;
+        runs[2 * i] = unpack(b.v[0], b.v[1], w[i].tops.v[0]);
+        runs[2 * i + 1] = unpack(b.v[2], b.v[3], w[i].tops.v[1]);
     }
+    return dot(runs, x, 2 * steps);
 }
 
 DEVICE bits128 load_run(const struct lane *l, const char *half, int row, int i,
@@ -1329,37 +1290,31 @@ DEVICE bits128 load_run(const struct lane *l, const char *half, int row, int i,
     return w;
 }
 
-DEVICE void multiply_any(const struct layer_args *a, const struct lane *l,
-                         struct turn t, int pairs, int runs,
-                         float *sums)
-{
-    const int *window[2] = { more_shared()->window[0], more_shared()->window[1] };
-    for (int q = 0; q < pairs; q++) {
-        float c[2][4] = {{ 0, 0, 0, 0 }, { 0, 0, 0, 0 }};
-        for (int i = 0; i < runs; i++) {
-            bits128 low
-                = load_run(l, slot_half(a, t.slot, 0), l->row[q], i, window[0][t.slot]);
-            bits128 high
-                = load_run(l, slot_half(a, t.slot, 1), l->row[q], i, window[1][t.slot]);
-            multiply_runs(c, l->x + 8 * i, &low, &high, 1);
-        }
-        take_diagonal(c, sums + q, sums + pairs + q);
-    }
-}
-
 DEVICE void consume_by(const struct layer_args *a, struct shared *s, struct consumer *c,
                        const struct lane *l, int chunks, int pairs, int runs, int steps)
 {
+    struct step packed[4] = {{{{ 0 }}, {{ 0 }}}};   /* [half][pair][step] */
+    bits128 w[8];                                  /* [half][pair][run] */
     UNROLL(1)
     for (int i = 0; i < chunks; i++) {
         float sums[4];
-        mbarrier_wait(s->full[0] + c->in.slot, c->in.odd);
-        mbarrier_wait(s->full[1] + c->in.slot, c->in.odd);
-        if (steps) multiply_steps(a, l, c->in, pairs, runs, sums);
-        else multiply_any(a, l, c->in, pairs, runs, sums);
+        for (int h = 0; h < 2; h++) {
+            const char *half = slot_half(a, c->in.slot, h);
+            mbarrier_wait(s->full[h] + c->in.slot, c->in.odd);
+            /* packed: take a half of a slot */
+            if (steps)
+                load_steps(l, packed + h * pairs * runs / 2, half, pairs, runs / 2);
+            else
+                for (int j = 0; j < pairs * runs; j++)
+                    w[h * pairs * runs + j] = load_run(l, half, l->row[j / runs], j % runs,
+                                                       more_shared()->window[h][c->in.slot]);
+        }
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);
         next_turn(&c->in, a->g.slots);
+        for (int r = 0; r < 2 * pairs; r++)
+            sums[r] = steps ? dot_steps(packed + r * runs / 2, l->x, runs / 2)
+                            : dot(w + r * runs, l->x, runs);
         deliver(s, sum_of_rows(sums, pairs), c->place, &c->out);
     }
 }
@@ -1368,8 +1323,8 @@ DEVICE void consume_chunks(const struct layer_args *a, struct shared *s,
                            struct consumer *c,
                            const struct lane *l, int chunks, int pairs, int runs)
 {
-    int steps = a->whole_steps && l->width % STEP == 0;
-    if (steps) consume_by(a, s, c, l, chunks, pairs, runs, 1);
+    if (a->whole_steps && l->width % STEP == 0)
+        consume_by(a, s, c, l, chunks, pairs, runs, 1);
     else consume_by(a, s, c, l, chunks, pairs, runs, 0);
 }
 
@@ -1400,10 +1355,8 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
                 /* consume a piece of a batch */
                 int width = piece_width(p, piece);
                 struct columns c = columns_of(p, width, warp);
-                if (number != ATTEND) {
+                if (number != ATTEND)
                     take_vector(a, s, l.x, leg.phase, piece, c, warp, epoch, start > 0);
-                    settle_vector(l.x);
-                }
                 for (int q = 0; q < 2; q++) l.row[q] = (c.row + q) * width;
                 l.first = c.first, l.width = width, l.live = c.live;
                 w.place = place_of_sum(p, c, warp);
@@ -2092,15 +2045,15 @@ whole_layer(const IN_PLACE struct layer_args a)
         return;
     }
     if (warp < CONSUMERS) {
-        SHRINK_REGISTERS(120);
+        GROW_REGISTERS(128);
         wait_until_ready();
         consume(&a, s, pos, warp);
     } else if (warp < CONSUMERS + ATTENTION) {
-        GROW_REGISTERS(200);
+        GROW_REGISTERS(192);
         wait_until_ready();
         if (span_at(&a, pos).units) attend(&a, s, pos, warp - CONSUMERS);
     } else {
-        SHRINK_REGISTERS(72);
+        SHRINK_REGISTERS(64);
         if (warp == EPILOGUE) finish(&a, s, pos);
         else if (warp < PRODUCERS + 2) produce(&a, s, pos, warp - PRODUCERS);
     else fix_sums(&a, s);
