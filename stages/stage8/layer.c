@@ -237,7 +237,7 @@ enum { IN_FLIGHT = 65536 };   /* bytes of both producers */
 
 static int32_t open_halves(int64_t bytes, int32_t slots)   /* of so many bytes, each */
 {
-    int64_t most = (IN_FLIGHT / 2 + bytes / 2) / bytes;
+    int64_t most = IN_FLIGHT / 2 / bytes;
     if (most > slots - 1) most = slots - 1;
     return (int32_t)(most < 1 ? 1 : most);
 }

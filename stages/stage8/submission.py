@@ -1370,20 +1370,34 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
 }
 
 /* packed: the warp of the exceptions */
-DEVICE float input_at(const struct layer_args *a, int phase, int64_t column,
-                      uint32_t epoch)
+enum { AT_ONCE = 4 };
+
+DEVICE void add_exceptions(const struct layer_args *a, struct fix *f, int phase, int piece,
+                           const uint32_t *one, uint32_t n, uint32_t epoch)
 {
+    int first = piece * a->g.p[phase].piece;
+    float x[AT_ONCE];
     if (phase == QKV)
-        return bf16_to_f32(a->x[column]) * bf16_to_f32(a->in_norm[column]);
-    const uint32_t *from = (phase == OUT ? a->attended : phase == DOWN ? a->act : a->x1)
-                         + column;
-    uint32_t word = load_relaxed(from);
-    while (stale(word, epoch)) {
-        retry_values(from);
-        word = load_relaxed(from);
+        for (int j = 0; j < AT_ONCE; j++) x[j] = bf16_to_f32(a->x[first + (one[j] >> 16)]);
+    else {
+        /* packed: take the values that exceptions meet */
+        const uint32_t *from = (phase == OUT ? a->attended : phase == DOWN ? a->act : a->x1)
+                             + first;
+        for (;;) {
+            uint32_t word[AT_ONCE], wrong = 0;
+            for (int j = 0; j < AT_ONCE; j++) word[j] = load_relaxed(from + (one[j] >> 16));
+            for (int j = 0; j < AT_ONCE; j++)
+                wrong |= stale(word[j], epoch), x[j] = value_of(word[j]);
+            if (!wrong) break;
+            retry_values(from);
+        }
     }
-    float x = value_of(word);
-    return phase == GATE_UP ? x * bf16_to_f32(a->post_norm[column]) : x;
+    for (uint32_t j = 0; j < AT_ONCE; j++) {
+        int i = first + (int)(one[j] >> 16);
+        if (phase == QKV || phase == GATE_UP)
+            x[j] *= bf16_to_f32((phase == QKV ? a->in_norm : a->post_norm)[i]);
+        if (j < n) add_exception(f, one[j], x[j]);
+    }
 }
 
 #ifndef TWIN
@@ -1396,13 +1410,17 @@ DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c
     if (!m->words) return f;
     int64_t row = piece * m->rows + row_of(a, phase, c, half) + pair;
     const uint32_t *list = m->lists + row * m->words;
-    bits128 head = load_16(list);
+    bits128 head = load_16(list), next = load_16(list + (m->words > 4 ? 4 : 0));
     uint32_t count = head.v[0], room = (uint32_t)m->words - 2;
-    for (uint32_t i = 0; i < count; i++) {
-        uint32_t one = i == 0 ? head.v[2] : i == 1 ? head.v[3]
-                     : i < room ? list[2 + i] : m->more[head.v[1] + i - room];
-        int64_t column = (int64_t)piece * a->g.p[phase].piece + (one >> 16);
-        add_exception(&f, one, input_at(a, phase, column, epoch));
+    uint32_t one[AT_ONCE] = { head.v[2], head.v[3], next.v[0], next.v[1] };
+    UNROLL(1)
+    for (uint32_t i = 0; i < count; i += AT_ONCE) {
+        /* packed: read the exceptions that are not in registers */
+        for (uint32_t j = i; (i || room == 2) && j < i + AT_ONCE && j < count; j++)
+            one[j - i] = j < room ? list[2 + j] : m->more[head.v[1] + j - room];
+        for (uint32_t j = 1; j < AT_ONCE; j++)
+            if (i + j >= count) one[j] = one[0];
+        add_exceptions(a, &f, phase, piece, one, count - i, epoch);
     }
     return f;
 }
@@ -1422,8 +1440,11 @@ DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c
         bits128 w = load_16(row + k);
         uint32_t found = exceptions_in(w, m->base);
         for (int j = 0; found >> j; j++)
-            if (found >> j & 1)
-                add_exception(&f, half_of(w, j), input_at(a, phase, k + j, epoch));
+            if (found >> j & 1) {
+                uint32_t it = (uint32_t)(k + j - first) << 16 | half_of(w, j);
+                uint32_t one[AT_ONCE] = { it, it, it, it };
+                add_exceptions(a, &f, phase, piece, one, 1, epoch);
+            }
     }
     return f;
 }
@@ -1456,6 +1477,7 @@ DEVICE void fix_chunks(const struct layer_args *a, struct shared *s, struct turn
         if (mine < several && i + mine < end)
             f = fix_of(a, phase, piece, c, row >> bits, row & ((1 << bits) - 1),
                        epoch);
+        UNROLL(1)
         for (int j = 0; j < several && i + j < end; j++)
             deliver_fix(s, out, f, j == mine ? row : -1, bits);
     }
@@ -2557,7 +2579,7 @@ enum { IN_FLIGHT = 65536 };   /* bytes of both producers */
 
 static int32_t open_halves(int64_t bytes, int32_t slots)   /* of so many bytes, each */
 {
-    int64_t most = (IN_FLIGHT / 2 + bytes / 2) / bytes;
+    int64_t most = IN_FLIGHT / 2 / bytes;
     if (most > slots - 1) most = slots - 1;
     return (int32_t)(most < 1 ? 1 : most);
 }
