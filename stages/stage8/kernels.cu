@@ -1327,7 +1327,7 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
 }
 
 /* packed: the warp of the exceptions */
-enum { AT_ONCE = 4 };
+enum { AT_ONCE = 3 };   /* for more there are not registers enough */
 
 DEVICE void add_exceptions(const struct layer_args *a, struct fix *f, int phase, int piece,
                            const uint32_t *one, uint32_t n, uint32_t epoch)
@@ -1369,7 +1369,7 @@ DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c
     const uint32_t *list = m->lists + row * m->words;
     bits128 head = load_16(list), next = load_16(list + (m->words > 4 ? 4 : 0));
     uint32_t count = head.v[0], room = (uint32_t)m->words - 2;
-    uint32_t one[AT_ONCE] = { head.v[2], head.v[3], next.v[0], next.v[1] };
+    uint32_t one[AT_ONCE] = { head.v[2], head.v[3], next.v[0] };
     UNROLL(1)
     for (uint32_t i = 0; i < count; i += AT_ONCE) {
         /* packed: read the exceptions that are not in registers */
@@ -1399,7 +1399,7 @@ DEVICE struct fix fix_of(const struct layer_args *a, int phase, int piece, int c
         for (int j = 0; found >> j; j++)
             if (found >> j & 1) {
                 uint32_t it = (uint32_t)(k + j - first) << 16 | half_of(w, j);
-                uint32_t one[AT_ONCE] = { it, it, it, it };
+                uint32_t one[AT_ONCE] = { it, it, it };
                 add_exceptions(a, &f, phase, piece, one, 1, epoch);
             }
     }
