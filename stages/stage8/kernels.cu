@@ -1329,13 +1329,14 @@ DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, i
 /* packed: the warp of the exceptions */
 enum { AT_ONCE = 3 };   /* for more there are not registers enough */
 
-DEVICE void add_exceptions(const struct layer_args *a, struct fix *f, int phase, int piece,
-                           const uint32_t *one, uint32_t n, uint32_t epoch)
+DEVICE void add_exceptions(const struct layer_args *a, struct fix *f, int phase,
+                           int piece, const uint32_t *one, uint32_t n, uint32_t epoch)
 {
     int first = piece * a->g.p[phase].piece;
     float x[AT_ONCE];
     if (phase == QKV)
-        for (int j = 0; j < AT_ONCE; j++) x[j] = bf16_to_f32(a->x[first + (one[j] >> 16)]);
+        for (int j = 0; j < AT_ONCE; j++)
+            x[j] = bf16_to_f32(a->x[first + (one[j] >> 16)]);
     else {
         /* packed: take the values that exceptions meet */
         const uint32_t *from = (phase == OUT ? a->attended : phase == DOWN ? a->act : a->x1)
