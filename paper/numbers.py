@@ -24,7 +24,7 @@ ladder-noise-stage, the one that was also measured twice by itself, ladder-noise
 -second, those medians, -turns, that of its turns with the others, and ladder-apart-us, how far
 apart the three are; ladder-limit-us and ladder-floor-us; account-N-..., where the time of one
 step went; model-..., what a whole model would take under the assumptions of define_model. Of a
-row of data/changes-N.csv (N is 0, 6, 7, 8, or 7b, the second form of stage 7): changes-N-ROW-before,
+row of data/changes-N.csv (N is 0, 6, 7, 8, or 7b and 8b, the second forms): changes-N-ROW-before,
 -after, -gain or -loss, in us, -xlimit, times the read limit of its run; changes-N-table, all of it, and
 changes-N-count, its rows; of data/streams.csv: streams-ROW-less, per cent of the rate of another row; of
 data/waits-N.csv: waits-N-ROW-us, what a phase waits for its vector, and waits-N-FORM-us, what of them

@@ -82,11 +82,14 @@ MUTANTS = [
     ("second producer does not wait for the mbarriers",
      "else named_barrier_sync(READY, READY_THREADS);", "else named_barrier_arrive(READY, READY_THREADS);"),
     ("the warp without work stays away from the barrier of the block", "    else wait_until_ready();\n", ""),
-    ("registers: consumers keep too many", "SHRINK_REGISTERS(120);", "SHRINK_REGISTERS(128);"),
-    ("registers: attention wants more than there are", "GROW_REGISTERS(200);", "GROW_REGISTERS(216);"),
-    ("registers: one warp of a warpgroup keeps its own", "        SHRINK_REGISTERS(72);\n",
-     "        if (warp != EPILOGUE) SHRINK_REGISTERS(72);\n"),
-    ("attention shrinks below what it has to grow to", "GROW_REGISTERS(200);", "SHRINK_REGISTERS(200);"),
+    ("registers: consumers keep too many", "GROW_REGISTERS(128);", "GROW_REGISTERS(136);"),
+    ("registers: attention wants more than there are", "GROW_REGISTERS(192);", "GROW_REGISTERS(208);"),
+    ("registers: one warp of a warpgroup keeps its own",
+     "        SHRINK_REGISTERS(64);\n",
+     "        if (warp != EPILOGUE) SHRINK_REGISTERS(64);\n"),
+    ("attention shrinks below what it has to grow to",
+     "GROW_REGISTERS(192);",
+     "SHRINK_REGISTERS(192);"),
     # slots of the ring
     ("consumers do not wait for a half", "            mbarrier_wait(s->full[h] + c->in.slot, c->in.odd);\n", ""),
     ("consumers wait for the low half alone", "mbarrier_wait(s->full[h] + c->in.slot, c->in.odd);",
@@ -96,10 +99,14 @@ MUTANTS = [
     ("a slot is given back before it is read",
      "        for (int h = 0; h < 2; h++) {\n"
      "            mbarrier_wait(s->full[h] + c->in.slot, c->in.odd);\n"
-     "            load_weights(l, w + h * pairs * runs, slot_half(a, c->in.slot, h), pairs, runs);\n"
-     "        }\n        __syncwarp();\n        if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);\n",
+     "            load_weights(l, w + h * pairs * runs, slot_half(a, c->in.slot, h), pairs,\n"
+     "                         runs);\n"
+     "        }\n"
+     "        __syncwarp();\n"
+     "        if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);\n",
      "        for (int h = 0; h < 2; h++) mbarrier_wait(s->full[h] + c->in.slot, c->in.odd);\n"
-     "        __syncwarp();\n        if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);\n"
+     "        __syncwarp();\n"
+     "        if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);\n"
      "        for (int h = 0; h < 2; h++)\n"
      "            load_weights(l, w + h * pairs * runs, slot_half(a, c->in.slot, h), pairs, runs);\n"),
     ("__syncwarp gone before a slot is given back",
@@ -160,10 +167,14 @@ MUTANTS = [
      "    __syncwarp();\n    if (lane_id() < CONSUMERS / ATTENTION)", "    if (lane_id() < CONSUMERS / ATTENTION)"),
     ("a tile's slot given back by one lane of each warp", "if (lane_id() < CONSUMERS / ATTENTION)", "if (lane_id() < 1)"),
     ("a tile's slot given back before its values are read",
-     "    if (keys > 0) load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd);\n    __syncwarp();\n"
+     "    if (keys > 0)\n"
+     "        load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd);\n"
+     "    __syncwarp();\n"
      "    if (lane_id() < CONSUMERS / ATTENTION) mbarrier_arrive(s->empty + t.slot);\n",
-     "    __syncwarp();\n    if (lane_id() < CONSUMERS / ATTENTION) mbarrier_arrive(s->empty + t.slot);\n"
-     "    if (keys > 0) load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd);\n"),
+     "    __syncwarp();\n"
+     "    if (lane_id() < CONSUMERS / ATTENTION) mbarrier_arrive(s->empty + t.slot);\n"
+     "    if (keys > 0)\n"
+     "        load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd);\n"),
     ("a warp without keys does not give the slot back",
      "    mbarrier_wait(s->full[0] + t.slot, t.odd);\n    if (keys > 0)",
      "    if (keys <= 0) return;\n    mbarrier_wait(s->full[0] + t.slot, t.odd);\n    if (keys > 0)"),
@@ -181,11 +192,20 @@ MUTANTS = [
     ("the row being written is copied too soon", "uint32_t keys = left < TILE_KEYS ? (uint32_t)left : TILE_KEYS",
      "uint32_t keys = left < TILE_KEYS ? (uint32_t)left + 1 : TILE_KEYS"),
     ("the row being written is attended to as an old one",
-     "left < TILE_KEYS ? (int)left : TILE_KEYS, warp, hd)", "left < TILE_KEYS ? (int)left + 1 : TILE_KEYS, warp, hd)"),
-    ("the last old key is left out", "left < TILE_KEYS ? (int)left : TILE_KEYS, warp, hd)",
-     "left < TILE_KEYS ? (int)left - 1 : TILE_KEYS, warp, hd)"),
-    ("the last tile has as many keys as the others: for attention", "left < TILE_KEYS ? (int)left : TILE_KEYS, warp, hd)",
-     "TILE_KEYS, warp, hd)"),
+     "left < TILE_KEYS ? (int)left : TILE_KEYS, warp,\n"
+     "                    hd)",
+     "left < TILE_KEYS ? (int)left + 1 : TILE_KEYS, warp,\n"
+     "                    hd)"),
+    ("the last old key is left out",
+     "left < TILE_KEYS ? (int)left : TILE_KEYS, warp,\n"
+     "                    hd)",
+     "left < TILE_KEYS ? (int)left - 1 : TILE_KEYS, warp,\n"
+     "                    hd)"),
+    ("the last tile has as many keys as the others: for attention",
+     "left < TILE_KEYS ? (int)left : TILE_KEYS, warp,\n"
+     "                    hd)",
+     "TILE_KEYS, warp,\n"
+     "                    hd)"),
     ("each tile begins at the unit's first row", "for (; tile < end; tile++, from += TILE_KEYS * a->hd) {", "for (; tile < end; tile++) {"),
     ("each unit begins at the group's first row", "kv * a->pos.rows + (int64_t)tile * TILE_KEYS)", "kv * a->pos.rows)"),
     ("keys of KV head 0 for all", "(kv * a->pos.rows + (int64_t)tile", "(0 * a->pos.rows + (int64_t)tile"),
@@ -236,9 +256,14 @@ MUTANTS = [
     ("ranks below zero", "return rank < 0 ? rank + (int)gridDim.x : rank;", "return rank;"),
     ("one chunk too many for a block", "(rank_of_block(a, phase) < p->extra);", "(rank_of_block(a, phase) <= p->extra);"),
     ("chunks that do not divide are left out", "return p->each + (rank_of_block(a, phase) < p->extra);", "return p->each;"),
-    ("each block's first chunk for all its chunks", "c += blocks, r.at += r.stride) {", "c += 0 * blocks) {"),
-    ("a leg begins with the first chunk", "int blocks = (int)gridDim.x, c = rank_of_block(a, phase) + i * blocks;\n    struct rows",
-     "int blocks = (int)gridDim.x, c = rank_of_block(a, phase);\n    struct rows"),
+    ("each block's first chunk for all its chunks",
+     "c += d.step, r.at += r.stride) {",
+     "c += 0 * d.step) {"),
+    ("a leg begins with the first chunk",
+     "int c = d.first + i * d.step;\n"
+     "    struct rows",
+     "int c = d.first;\n"
+     "    struct rows"),
     ("rows of Q, K and V as if all heads were one matrix", "        if (phase == QKV) r = rows_of(a, QKV, piece, c, p->half);\n", ""),
     ("rows of Q, K and V by the first pair of the chunk before", "projection_rows(a, c * m->pairs, half)", "projection_rows(a, c * m->pairs - (c > 0), half)"),
     ("low rows for the high ones of Q, K and V", "at.i + half * (a->hd / 2)) * a->d", "at.i) * a->d"),
@@ -246,10 +271,12 @@ MUTANTS = [
     ("heads of 128 as of 64", "int bits = a->hd == 128 ? 6 : 5,", "int bits = 5,"),
     ("a KV head behind all query heads", "at.kind = 1, at.head -= a->n_q;", "at.kind = 1;"),
     ("values are keys", "at.kind = 2, at.head -= a->n_kv;", "at.head -= a->n_kv;"),
-    ("gate and up exchanged", "half ? a->up : a->gate", "half ? a->gate : a->up"),
+    ("gate and up exchanged", "half ? a->up\n        : a->gate", "half ? a->gate\n        : a->up"),
     ("high rows at the low ones' place", "(phase == GATE_UP ? 0 : half)) * step", "0) * step"),
     ("chunks of O and down overlap", "w += (several * c +", "w += (c +"),
-    ("stride of O and down is half of it", "2 * several * (int)gridDim.x * step", "2 * (int)gridDim.x * step"),
+    ("stride of O and down is half of it",
+     "2 * several * deal_of(a, phase).step * step",
+     "2 * deal_of(a, phase).step * step"),
     ("every piece is the first", "w + (int64_t)piece * m->piece)", "w)"),
     ("the last piece as wide as the others", "return left < p->piece ? left : p->piece;", "return p->piece;"),
     ("pieces of a vector all begin with the first", "int64_t from = (int64_t)piece * p->piece, at = from + c.first;",
@@ -257,8 +284,16 @@ MUTANTS = [
     ("a batch has a pair too many", "to - start > BATCH ? start + BATCH : to", "to - start > BATCH + 1 ? start + BATCH + 1 : to"),
     ("batches of the epilogue end elsewhere", "int at = (i - l.from) % BATCH,", "int at = (i - l.from) % (BATCH - 1),"),
     ("all pairs in one batch", "return p->pieces > 1 && to - start > BATCH ? start + BATCH : to;", "return to;"),
-    ("the first piece is added to the batch before", "if (lane_id() == 0 && piece) y.low +=", "if (lane_id() == 0) y.low +="),
-    ("a middle piece in the place of those before", "if (lane_id() == 0 && piece) y.low +=", "if (0) y.low +="),
+    ("the first piece is added to the batch before",
+     "if (lane_id() == 0 && piece)\n"
+     "                    y.low +=",
+     "if (lane_id() == 0)\n"
+     "                    y.low +="),
+    ("a middle piece in the place of those before",
+     "if (lane_id() == 0 && piece)\n"
+     "                    y.low +=",
+     "if (0)\n"
+     "                    y.low +="),
     ("pieces before the last left out of the high rows", "    y.low += s->batch[at].low, y.high += s->batch[at].high;\n    return y;",
      "    y.low += s->batch[at].low;\n    return y;"),
     ("__syncwarp gone after a batch's pieces", "        __syncwarp();\n    }\n    struct pair y = take_sums(s, in, 3);\n    y.low",
@@ -280,7 +315,11 @@ MUTANTS = [
      "        now = next;\n        if (w.mine && i + 1 < l.to)\n            next = fetch_residuals(a, l.phase, row, pairs, epoch);\n"),
     ("residuals of the chunk after", "        now = next;\n        if (w.mine && i + 1 < l.to)\n            next = fetch_residuals(a, l.phase, row + 2 * w.step, pairs, epoch);\n",
      "        if (w.mine && i + 1 < l.to)\n            next = fetch_residuals(a, l.phase, row + 2 * w.step, pairs, epoch);\n        now = next;\n"),
-    ("x for the residual stream around the MLP", "if (phase == DOWN) r.low", "if (0) r.low"),
+    ("x for the residual stream around the MLP",
+     "if (phase == DOWN)\n"
+     "        r.low",
+     "if (0)\n"
+     "        r.low"),
     ("low residuals for the high ones", "r.high = load_relaxed(a->x1 + row + pairs);", "r.high = load_relaxed(a->x1 + row);"),
     ("low residuals of x for the high ones", "(uint32_t)a->x[row + pairs] << 16", "(uint32_t)a->x[row] << 16"),
     ("no residuals", "            y.low += residual(a, now.low, row, epoch);\n            y.high += residual(a, now.high, row + pairs, epoch);\n", "            ;\n"),
@@ -291,8 +330,10 @@ MUTANTS = [
      "a->x_out[row] = f32_to_bf16(y.high), a->x_out[row + pairs] = f32_to_bf16(y.low);"),
     ("high rows of the result not stored", "a->x_out[row] = f32_to_bf16(y.low), a->x_out[row + pairs] = f32_to_bf16(y.high);", "a->x_out[row] = f32_to_bf16(y.low);"),
     ("lanes beyond the pairs of a chunk store too", "pair << p->bits == lane_id() && pair < p->pairs,", "pair << p->bits == lane_id(),"),
-    ("the second leg begins with the first chunk", "(rank_of_block(a, l.phase) + l.from * blocks) * p->pairs,", "rank_of_block(a, l.phase) * p->pairs,"),
-    ("pairs of the next chunk as if it were the neighbour's", "blocks * p->pairs };", "p->pairs };"),
+    ("the second leg begins with the first chunk",
+     "(d.first + l.from * d.step) * p->pairs,",
+     "d.first * p->pairs,"),
+    ("pairs of the next chunk as if it were the neighbour's", "d.step * p->pairs };", "p->pairs };"),
     # norms, rotation, gates
     ("eps left out", "rsqrtf(squares / (float)a->d + a->eps)", "rsqrtf(squares / (float)a->d)"),
     ("mean over d - 1", "squares / (float)a->d +", "squares / (float)(a->d - 1) +"),
@@ -301,14 +342,30 @@ MUTANTS = [
     ("norm's weight left out", "            x[8 * i + j] *= w[j];\n", ""),
     ("squares of what is weighed already", "            squares = fmaf(x[8 * i + j], x[8 * i + j], squares);\n            x[8 * i + j] *= w[j];\n",
      "            x[8 * i + j] *= w[j];\n            squares = fmaf(x[8 * i + j], x[8 * i + j], squares);\n"),
-    ("weights of one norm for both", "phase == GATE_UP ? a->post_norm : 0;\n    bits128", "phase == GATE_UP ? a->in_norm : 0;\n    bits128"),
+    ("weights of one norm for both",
+     "phase == GATE_UP ? a->post_norm\n"
+     "        : 0;\n"
+     "    bits128",
+     "phase == GATE_UP ? a->in_norm\n"
+     "        : 0;\n"
+     "    bits128"),
     ("squares counted with every batch", "if (lane_id() == 0 && !again) s->squares", "if (lane_id() == 0) s->squares"),
     ("squares of the last piece", "s->squares[phase][warp] += squares;", "s->squares[phase][warp] = squares;"),
     ("squares not from zero", "    if (lane_id() == 0) s->squares[QKV][warp] = s->squares[GATE_UP][warp] = 0;\n", ""),
     ("no factor around gate and up", "if (phase != QKV && phase != GATE_UP) return 1;", "if (phase != QKV) return 1;"),
     ("factor of QKV in the first leg alone", "if (i == l.from) factor = norm_factor(a, s, QKV);", "if (i == 0) factor = norm_factor(a, s, QKV);"),
-    ("factor before the squares are there", "    float factor = 0;\n    UNROLL(1)\n    for (int i = l.from; i < l.to; i++, w.first += w.step) {\n        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i) : take_sums(s, in, bits);\n        if (i == l.from) factor = norm_factor(a, s, GATE_UP);\n",
-     "    float factor = norm_factor(a, s, GATE_UP);\n    UNROLL(1)\n    for (int i = l.from; i < l.to; i++, w.first += w.step) {\n        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i) : take_sums(s, in, bits);\n"),
+    ("factor before the squares are there",
+     "    float factor = 0;\n"
+     "    UNROLL(1)\n"
+     "    for (int i = l.from; i < l.to; i++, w.first += w.step) {\n"
+     "        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)\n"
+     "            : take_sums(s, in, bits);\n"
+     "        if (i == l.from) factor = norm_factor(a, s, GATE_UP);\n",
+     "    float factor = norm_factor(a, s, GATE_UP);\n"
+     "    UNROLL(1)\n"
+     "    for (int i = l.from; i < l.to; i++, w.first += w.step) {\n"
+     "        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)\n"
+     "            : take_sums(s, in, bits);\n"),
     ("factor of QKV twice", "        y.low *= factor, y.high *= factor;\n", "        y.low *= factor * factor, y.high *= factor * factor;\n"),
     ("factor of QKV for the low rows alone", "        y.low *= factor, y.high *= factor;\n", "        y.low *= factor;\n"),
     ("no factor for up", "up = y.high * factor;", "up = y.high;"),
@@ -350,7 +407,11 @@ MUTANTS = [
     ("heads of the wrong group", "return group / a->g.octets * (a->n_q / a->n_kv) +", "return group / a->g.octets +"),
     ("heads of a KV head's first octet for all", "+ group % a->g.octets * HEADS;\n}", ";\n}"),
     ("eight heads in each group", "    return left < HEADS ? left : HEADS;\n", "    return HEADS;\n"),
-    ("lanes without a head take the next group's", "(g < heads ? g : 0);   /* others", "g;   /* others"),
+    ("lanes without a head take the next group's",
+     "(g < heads ? g : 0);\n"
+     "    const uint32_t *from = a->roped_q",
+     "g;\n"
+     "    const uint32_t *from = a->roped_q"),
     ("the first head's query for all", "int row = first_head(a, group) + (g < heads ? g : 0);", "int row = first_head(a, group);"),
     ("half of a query's numbers twice", "load_relaxed_4(from + 32 * m + 4 * i)", "load_relaxed_4(from + 32 * m)"),
     ("keys in the order of one bank", "y = load_16(row + 64 * !odd);", "y = load_16(row + 64 * odd);"),
@@ -361,7 +422,9 @@ MUTANTS = [
     ("keys of the first warp for all", "load_keys(k, slot_half(a, t.slot, 0) + 16 * warp * 2 * hd, hd)", "load_keys(k, slot_half(a, t.slot, 0), hd)"),
     ("values of the first warp for all", "load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd)", "load_values(v, slot_half(a, t.slot, 1), keys, hd)"),
     ("every warp has the first sixteen keys", "    keys -= 16 * warp;   /*", "    keys -= 0 * warp;   /*"),
-    ("values beyond the last key are multiplied by zero", "key < keys ? load_16(tile + key * 2 * hd + 128 * j + 16 * g) : none;",
+    ("values beyond the last key are multiplied by zero",
+     "key < keys ? load_16(tile + key * 2 * hd + 128 * j + 16 * g)\n"
+     "                : none;",
      "load_16(tile + key * 2 * hd + 128 * j + 16 * g);"),
     ("values in another order than their weights", "int key = i / 2 * 8 + 2 * t + i % 2;\n        for", "int key = i / 2 * 8 + 2 * t + 1 - i % 2;\n        for"),
     ("the second 64 dimensions of the values are the first", "key * 2 * hd + 128 * j + 16 * g", "key * 2 * hd + 16 * g"),
@@ -409,7 +472,11 @@ MUTANTS = [
     ("merge of units: columns of the first lane", "int at = first + lane_id() % side * 4;", "int at = first;"),
     ("merge of units: heads that are not there", "    if (head >= heads_of(a, group)) return;\n", ""),
     ("merge of units: a unit of the block left out", "u < n.units; u++) merge_slice(a", "u < n.units - 1; u++) merge_slice(a"),
-    ("merge of units: lanes beyond the slice store too", "if (lane_id() < side) store_relaxed_4", "if (lane_id() <= side) store_relaxed_4"),
+    ("merge of units: lanes beyond the slice store too",
+     "if (lane_id() < side)\n"
+     "            store_relaxed_4",
+     "if (lane_id() <= side)\n"
+     "            store_relaxed_4"),
     ("merge of units: the second four numbers over the first", "a->attended + column + at + 4 * side * j, out", "a->attended + column + at, out"),
     ("merge of units: the second four numbers not stored", "for (int j = 0; j < 2 && j < a->hd / 64; j++) {", "for (int j = 0; j < 1; j++) {"),
     ("newest key of the group, not of the KV head", "int kv = group / a->g.octets, i = 4 * lane_id() % a->hd;", "int kv = group, i = 4 * lane_id() % a->hd;"),
@@ -577,18 +644,28 @@ EIGHT = [
     ("a row's sum not scaled back", "sum), f.scale, f.products)", "sum), 1, f.products)"),
     ("products of the exceptions left out", "sum), f.scale, f.products)", "sum), f.scale, 0)"),
     ("inputs of the exceptions not summed", "    f->inputs += x;\n", ""),
-    ("tops of another step", "(r.at + r.n + k / 2 + 8 * lane_id())", "(r.at + r.n + k / 2 + 8)"),
-    ("bottoms of another step", "load_16(r.at + k + 16 * lane_id())", "load_16(r.at + 16 * lane_id())"),
-    ("halves of a step exchanged", "w[1] = unpack(bottoms.v[2], bottoms.v[3], tops.v[1]);", "w[1] = unpack(bottoms.v[2], bottoms.v[3], tops.v[0]);"),
+    ("tops of another step",
+     "(row + l->width + k / 2);",
+     "(row + l->width + l->first / 2 + EIGHT / 2 * lane_id());"),
+    ("bottoms of another step",
+     ".bottoms = load_16(row + k);",
+     ".bottoms = load_16(row + l->first + EIGHT * lane_id());"),
+    ("halves of a step exchanged",
+     "runs[2 * i + 1] = unpack(b.v[2], b.v[3], w[i].tops.v[1]);",
+     "runs[2 * i + 1] = unpack(b.v[2], b.v[3], w[i].tops.v[0]);"),
     ("the rest of a row packed like a whole step", "if (step + STEP > n) return c / 8;", ""),
-    ("the rest of a row read like a whole step", "if (k + STEP <= r.n) load_step(w + i, r, k);", "if (k < r.n) load_step(w + i, r, k);"),
+    ("a lane takes the weights of its left neighbour",
+     "int k = l->first + EIGHT * lane_id() + i * STEP;",
+     "int k = l->first + EIGHT * (lane_id() & ~1) + i * STEP;"),
     ("a step's eights of a lane apart", "step / 8 + within % RUN / 8 * 2 + within / RUN", "step / 8 + within % RUN / 8 + within / RUN * 32"),
     ("packed rows as long as with a list behind them", "int64_t row = m->packed ? width / 2 * 3 : m->stride;", "int64_t row = m->packed ? width / 2 * 3 + 4 * m->words : m->stride;"),
     ("raw rows as long as packed ones", "int64_t row = m->packed ? width / 2 * 3 : m->stride;", "int64_t row = width / 2 * 3;"),
     ("every piece of packed rows is the first", "piece * m->rows * (p->piece / 2 * 3)", "0 * m->rows * (p->piece / 2 * 3)"),
     ("pieces of packed rows as wide as the last one", "piece * m->rows * (p->piece / 2 * 3)", "piece * m->rows * (width / 2 * 3)"),
     ("bytes of raw rows for packed ones", "(m->packed ? width / 2 * 3 : 2 * width));", "(2 * width));"),
-    ("each chunk's rows at half of the stride", "row * several * p->pairs * (int)gridDim.x, bytes", "row * p->pairs * (int)gridDim.x, bytes"),
+    ("each chunk's rows at half of the stride",
+     "row * several * p->pairs * deal_of(a, phase).step, bytes",
+     "row * p->pairs * deal_of(a, phase).step, bytes"),
     ("gate's matrix for both halves", "phase == DOWN ? W_DOWN : W_GATE + half;", "phase == DOWN ? W_DOWN : W_GATE;"),
     ("Q's matrix for K and V", "return W_Q + place_of(a, c * a->g.p[QKV].pairs).kind;", "return W_Q;"),
     ("low rows for the high ones", "return (2 * (int64_t)c + half) * pairs;", "return 2 * (int64_t)c * pairs;"),
@@ -596,20 +673,44 @@ EIGHT = [
     ("the window of what was in the half before", "        wait_for_room(s, p);\n        more_shared()->window[p->half][p->next.slot] = r.window;\n        fetch(a, s, p, r.at, r.bytes);\n",
      "        fetch(a, s, p, r.at, r.bytes);\n        more_shared()->window[p->half][p->next.slot] = r.window;\n"),
     ("the window written while the half is read", "        wait_for_room(s, p);\n        more_shared()", "        more_shared()"),
-    ("one window for both halves", "more_shared()->window[h][t.slot]);", "more_shared()->window[0][t.slot]);"),
-    ("lo of the vector left out", "            mma_bf16(c[1], a, x->lo + 4 * (first + i) + k);\n", ""),
-    ("hi of the vector for its lo", "mma_bf16(c[1], a, x->lo + 4", "mma_bf16(c[1], a, x->hi + 4"),
-    ("every run by the first of the vector", "mma_bf16(c[0], a, x->hi + 4 * (first + i) + k);", "mma_bf16(c[0], a, x->hi + k);"),
-    ("low rows for the high ones in a product", "{ low[i].v[k], high[i].v[k], low[i].v[k + 1], high[i].v[k + 1] }", "{ low[i].v[k], low[i].v[k], low[i].v[k + 1], low[i].v[k + 1] }"),
-    ("what is beside the diagonal", "here = lane_id() % 4 == g / 2;", "here = lane_id() % 4 == g % 4;"),
-    ("even ones of the diagonal alone", "*low = !here ? 0 : g % 2 ?", "*low = !here ? 0 : g % 2 ? 0 :  g % 2 ?"),
-    ("the whole tile, not the diagonal", "*high = !here ? 0 : g % 2", "*high = g % 2"),
-    ("steps beyond the row", "if (k + (i / 2 + 1) * STEP > l->width) break;", ";"),
-    ("second pair of any rows over the first", "if (q) sums[1] = low, sums[pairs + 1] = high;", "if (q) sums[0] = low, sums[pairs] = high;"),
-    ("both pairs of any rows are the first", "q ? l->row[1] : l->row[0], runs,", "l->row[0], runs,"),
-    ("raw rows read as if all were packed", "int steps = a->whole_steps && l->width % STEP == 0;", "int steps = l->width % STEP == 0;"),
-    ("any width read in whole steps", "int steps = a->whole_steps && l->width % STEP == 0;", "int steps = a->whole_steps;"),
-    ("a slot is read before its high half is full", "        mbarrier_wait(s->full[1] + c->in.slot, c->in.odd);\n        if (steps)", "        if (steps)"),
+    ("one window for both halves",
+     "more_shared()->window[h][c->in.slot]);",
+     "more_shared()->window[0][c->in.slot]);"),
+    ("the first half of a step multiplied twice",
+     "runs[2 * i + 1] = unpack(b.v[2], b.v[3], w[i].tops.v[1]);",
+     "runs[2 * i + 1] = runs[2 * i];"),
+    ("low rows for the high ones in a product",
+     "dot_steps(packed + r * runs / 2, l->x, runs / 2)",
+     "dot_steps(packed + r % pairs * runs / 2, l->x, runs / 2)"),
+    ("the first step of a row for all its steps",
+     "dot_steps(packed + r * runs / 2, l->x, runs / 2)",
+     "dot_steps(packed, l->x, runs / 2)"),
+    ("later exceptions of a long list are the first again",
+     "if (i + j >= count) one[j] = one[0];",
+     "one[j] = one[0];"),
+    ("any rows: low rows for the high ones",
+     "                            : dot(w + r * runs, l->x, runs);",
+     "                            : dot(w + r % pairs * runs, l->x, runs);"),
+    ("fewer exceptions than are asked for at once count more than once",
+     "if (j < n) add_exception(f, one[j], x[j]);",
+     "add_exception(f, one[j], x[j]);"),
+    ("exceptions that are not there read from the list",
+     "            if (i + j >= count) one[j] = one[0];\n",
+     "            if (0) one[j] = one[0];\n"),
+    ("steps beyond the row", "            if (2 * i >= l->live) continue;\n", ""),
+    ("any rows: the second pair over the first",
+     "w[h * pairs * runs + j] = load_run",
+     "w[h * pairs * runs + j % runs] = load_run"),
+    ("both pairs of any rows are the first", "l->row[j / runs], j % runs,", "l->row[0], j % runs,"),
+    ("raw rows read as if all were packed",
+     "if (a->whole_steps && l->width % STEP == 0)",
+     "if (l->width % STEP == 0)"),
+    ("any width read in whole steps",
+     "if (a->whole_steps && l->width % STEP == 0)",
+     "if (a->whole_steps)"),
+    ("a slot is read before its high half is full",
+     "            mbarrier_wait(s->full[h] + c->in.slot, c->in.odd);\n",
+     "            mbarrier_wait(s->full[0] + c->in.slot, c->in.odd);\n"),
     ("the warp of the exceptions is not waited for", "DELIVERERS = 9,", "DELIVERERS = 8,"),
     ("sums of the exceptions written over before they are taken", "    mbarrier_wait(s->taken + out->slot, out->odd ^ 1);\n    if (row >= 0)", "    if (row >= 0)"),
     ("__syncwarp gone between sums of exceptions and their arrival", "[row & ((1 << bits) - 1)] = f;\n    __syncwarp();\n", "[row & ((1 << bits) - 1)] = f;\n"),
@@ -617,16 +718,49 @@ EIGHT = [
     ("exceptions of the first matrix rows for all pairs", "row_of(a, phase, c, half) + pair;\n    const uint32_t *list", "row_of(a, phase, c, half);\n    const uint32_t *list"),
     ("a list of the row before", "const uint32_t *list = m->lists + row * m->words;", "const uint32_t *list = m->lists + (row ? row - 1 : row) * m->words;"),
     ("the lists of every piece of down are the first's", "int64_t row = piece * m->rows + row_of", "int64_t row = 0 * m->rows + row_of"),
-    ("exceptions begin at the first word of a list", "i == 0 ? head.v[2] : i == 1 ? head.v[3]", "i == 0 ? head.v[0] : i == 1 ? head.v[1]"),
+    ("exceptions begin at the first word of a list",
+     "{ head.v[2], head.v[3], next.v[0] }",
+     "{ head.v[0], head.v[1], head.v[2] }"),
     ("room for one exception more than there is", "count = head.v[0], room = (uint32_t)m->words - 2;", "count = head.v[0], room = (uint32_t)m->words - 1;"),
-    ("exceptions without room are all the first row's", "m->more[head.v[1] + i - room]", "m->more[i - room]"),
-    ("the first exception of a row skipped", "for (uint32_t i = 0; i < count; i++) {\n        uint32_t one", "for (uint32_t i = 1; i < count; i++) {\n        uint32_t one"),
-    ("columns of the first piece for the exceptions of all", "(int64_t)piece * a->g.p[phase].piece + (one >> 16)", "(int64_t)(one >> 16)"),
-    ("inputs of exceptions taken as they are", "    while (stale(word, epoch)) {\n        retry_values(from);\n", "    while (0) {\n        retry_values(from);\n"),
-    ("inputs of the exceptions without the norm's weights", "return phase == GATE_UP ? x * bf16_to_f32(a->post_norm[column]) : x;", "return x;"),
-    ("inputs of Q, K and V's exceptions without the norm's weights", "return bf16_to_f32(a->x[column]) * bf16_to_f32(a->in_norm[column]);", "return bf16_to_f32(a->x[column]);"),
-    ("inputs of down's exceptions are the residual stream", "phase == DOWN ? a->act : a->x1)\n                         + column", "a->x1)\n                         + column"),
-    ("the first chunk's exceptions for all that are taken at once", "c = rank_of_block(a, phase) + (i + mine) * blocks;", "c = rank_of_block(a, phase) + i * blocks;"),
+    ("exceptions without room are all the first row's",
+     "m->more[head.v[1] + j - room]",
+     "m->more[j - room]"),
+    ("the first exception of a row skipped",
+     "for (uint32_t i = 0; i < count; i += AT_ONCE) {",
+     "for (uint32_t i = AT_ONCE; i < count; i += AT_ONCE) {"),
+    ("columns of the first piece for the exceptions of all",
+     "int first = piece * a->g.p[phase].piece;\n"
+     "    float x[AT_ONCE]",
+     "int first = 0 * piece;\n"
+     "    float x[AT_ONCE]"),
+    ("inputs of exceptions taken as they are",
+     "            if (!wrong) break;\n"
+     "            retry_values(from);\n"
+     "        }\n"
+     "    }\n"
+     "    for (uint32_t j",
+     "            break;\n"
+     "        }\n"
+     "    }\n"
+     "    for (uint32_t j"),
+    ("inputs of the exceptions without the norm's weights",
+     "if (phase == QKV || phase == GATE_UP)\n"
+     "            x[j] *=",
+     "if (phase == QKV)\n"
+     "            x[j] *="),
+    ("inputs of Q, K and V's exceptions without the norm's weights",
+     "if (phase == QKV || phase == GATE_UP)\n"
+     "            x[j] *= bf",
+     "if (phase == GATE_UP)\n"
+     "            x[j] *= bf"),
+    ("inputs of down's exceptions are the residual stream",
+     "phase == DOWN ? a->act : a->x1)\n"
+     "                             + first",
+     "a->x1)\n"
+     "                             + first"),
+    ("the first chunk's exceptions for all that are taken at once",
+     "int c = d.first + (i + mine) * d.step;",
+     "int c = d.first + i * d.step;"),
     ("a chunk's exceptions to its neighbour's sums", "j == mine ? row : -1, bits", "j == mine + 1 ? row : -1, bits"),
     ("exceptions of more chunks than a batch has left", "for (int j = 0; j < several && i + j < end; j++)", "for (int j = 0; j < several; j++)"),
     ("low and high sums of exceptions exchanged", "struct fix low = more_shared()->fix[in->slot][0][pair];", "struct fix low = more_shared()->fix[in->slot][1][pair];"),

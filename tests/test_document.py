@@ -93,7 +93,7 @@ def keys_without_a_value(asked, defined):
         stage = re.match(r"(?:ladder|traffic|account)[-/](\d+)[-/]", key)
         if stage and f"ladder-{stage.group(1)}-us" not in defined:
             continue
-        name = re.match(r"[^/]*(?=/)|(?:shapes|queue|changes-7b)(?=-)", key)
+        name = re.match(r"[^/]*(?=/)|(?:shapes|queue|changes-[78]b)(?=-)", key)
         if name and not list((tools.ROOT / "data").glob(name.group(0) + ".*")):
             continue
         wrong.append(key)
