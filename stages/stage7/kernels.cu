@@ -1429,6 +1429,7 @@ DEVICE void attend_unit(const struct layer_args *a, struct shared *s, struct spa
     uint32_t q[8][4];
     struct online u = { -INFINITY, 0, {{ 0 }} };
     take_queries(a, q, group, epoch, hd);
+    if (number == unit_of(0)) MARK(a, START, ATTEND);
     UNROLL(1)
     for (int t = first_tile(a, n, split); t < end; t++) {
         int64_t left = pos - (int64_t)t * TILE_KEYS;
@@ -1556,7 +1557,6 @@ DEVICE void attend(const struct layer_args *a, struct shared *s, int64_t pos, in
     struct turn in = { 0, 0 };
     skip_turns(&in, a->g.slots, leg_of(a, QKV).to * a->g.p[QKV].pieces);
     mbarrier_wait(&s->tiles_begin, 0);
-    MARK(a, START, ATTEND);
     UNROLL(1)
     for (int u = 0; u < n.units; u++) {
         if (a->hd == 128) attend_unit(a, s, n, pos, unit_of(u), &in, warp, epoch, 128);

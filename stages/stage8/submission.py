@@ -239,32 +239,10 @@ DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
 }
 
 /* PTX: counters within a block */
-DEVICE void publish_in_block(uint32_t *p, uint32_t v)
-{
-    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;"
-                 ::"r"(shared_address(p)), "r"(v) : "memory");
-}
 DEVICE void add_in_block(uint32_t *p, uint32_t v)
 {
     asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;"
                  ::"r"(shared_address(p)), "r"(v) : "memory");
-}
-DEVICE void wait_in_block(const uint32_t *p, uint32_t v)
-{
-    uint32_t seen;
-    /* PTX: start the clock of a bounded spin */
-    #ifdef DEBUG_SPINS
-    uint64_t start = spin_ns();
-    #endif
-    do {
-        asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
-                     : "=r"(seen) : "r"(shared_address(p)) : "memory");
-        /* PTX: give up a spin that takes too long */
-        #ifdef DEBUG_SPINS
-        if ((int32_t)(seen - v) < 0 && spin_ns() - start > SPIN_LIMIT)
-            spin_failed("a counter of the block", p, v, seen);
-        #endif
-    } while ((int32_t)(seen - v) < 0);
 }
 
 /* PTX: relaxed values */
@@ -1912,6 +1890,7 @@ DEVICE void attend_unit(const struct layer_args *a, struct shared *s, struct spa
     uint32_t q[8][4];
     struct online u = { -INFINITY, 0, {{ 0 }} };
     take_queries(a, q, group, epoch, hd);
+    if (number == unit_of(0)) MARK(a, START, ATTEND);
     UNROLL(1)
     for (int t = first_tile(a, n, split); t < end; t++) {
         int64_t left = pos - (int64_t)t * TILE_KEYS;
@@ -2039,7 +2018,6 @@ DEVICE void attend(const struct layer_args *a, struct shared *s, int64_t pos, in
     struct turn in = { 0, 0 };
     skip_turns(&in, a->g.slots, leg_of(a, QKV).to * a->g.p[QKV].pieces);
     mbarrier_wait(&s->tiles_begin, 0);
-    MARK(a, START, ATTEND);
     UNROLL(1)
     for (int u = 0; u < n.units; u++) {
         if (a->hd == 128) attend_unit(a, s, n, pos, unit_of(u), &in, warp, epoch, 128);
