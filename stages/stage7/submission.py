@@ -1123,12 +1123,16 @@ DEVICE struct pair rotated(struct pair y, float c, float s)
     return z;
 }
 
+DEVICE float half_turns(int64_t pos, double turn)   /* within -1 .. 1 */
+{
+    double turns = (double)pos * turn * 0.15915494309189533577;   /* 1 / 2 pi */
+    return (float)(2 * (turns - rint(turns)));
+}
+
 DEVICE void prepare_rotation(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     for (int i = lane_id(); i < a->hd / 2; i += 32) {
-        /* 1 / 2 pi */
-        double turns = (double)pos * a->turn[i] * 0.15915494309189533577;
-        float x = (float)(2 * (turns - rint(turns)));             /* within -1 .. 1 */
+        float x = half_turns(pos, a->turn[i]);
         s->cosine[i] = cospif(x), s->sine[i] = sinpif(x);
     }
     __syncwarp();

@@ -954,7 +954,8 @@ DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int
                              : 2 * (int64_t)piece * p->piece;
     uint32_t bytes = (uint32_t)(p->pairs * (m->packed ? width / 2 * 3 : 2 * width));
     struct rows r = { m->at + skip + row_of(a, phase, c, half) * row,
-                      row * several * p->pairs * deal_of(a, phase).step, bytes, m->base };
+                      row * several * p->pairs * deal_of(a, phase).step,
+                      bytes, m->base };
     return r;
 }
 
@@ -1224,8 +1225,8 @@ DEVICE bits128 eight_at(struct row r, int column)   /* of the eight from there o
 /* packed: multiply a chunk */
 struct step { bits128 bottoms; struct bits64 tops; };   /* a lane's sixteen of a row */
 
-DEVICE void load_steps(const struct lane *l, struct step *w, const char *half, int pairs,
-                       int steps)
+DEVICE void load_steps(const struct lane *l, struct step *w, const char *half,
+                       int pairs, int steps)
 {
     for (int q = 0; q < pairs; q++)
         for (int i = 0; i < steps; i++) {
@@ -1547,12 +1548,16 @@ DEVICE struct pair rotated(struct pair y, float c, float s)
     return z;
 }
 
+DEVICE float half_turns(int64_t pos, double turn)   /* within -1 .. 1 */
+{
+    double turns = (double)pos * turn * 0.15915494309189533577;   /* 1 / 2 pi */
+    return (float)(2 * (turns - rint(turns)));
+}
+
 DEVICE void prepare_rotation(const struct layer_args *a, struct shared *s, int64_t pos)
 {
     for (int i = lane_id(); i < a->hd / 2; i += 32) {
-        /* 1 / 2 pi */
-        double turns = (double)pos * a->turn[i] * 0.15915494309189533577;
-        float x = (float)(2 * (turns - rint(turns)));             /* within -1 .. 1 */
+        float x = half_turns(pos, a->turn[i]);
         s->cosine[i] = cospif(x), s->sine[i] = sinpif(x);
     }
     __syncwarp();
