@@ -33,6 +33,8 @@ enum {
     PLAIN_SHARED = 48 << 10,   // bytes a block may have without asking
     BLOCK_RESERVED = 1 << 10,  // bytes of an SM's shared memory lost to each block
     BARRIERS = 16,
+    REGISTERS = 1 << 16,       // of an SM, all for its one block if it shifts them
+    MOST_REGISTERS = 248,      // a thread starts with at most
     PAGE = 4096,              // bytes
     MOST_SMS = 256,
     MOST_STREAMS = 256,
@@ -44,7 +46,9 @@ enum {
 static const size_t device_memory = (size_t)8 << 30; // bytes
 
 /* cpu: what there is */
-enum wait_kind { FOR_WORD, FOR_MBARRIER, FOR_BARRIER, FOR_WARP, FOR_GRID };
+enum wait_kind {
+    FOR_WORD, FOR_VALUE, FOR_MBARRIER, FOR_BARRIER, FOR_WARP, FOR_REGISTERS, FOR_GRID
+};
 struct fiber {
     struct cpu_place place; // must be first: cpu_here points at it
     struct block *block;
@@ -61,6 +65,9 @@ struct fiber {
     unsigned n_loads, n_inits;
     const uint32_t *loads[8]; // addresses loaded in relaxed order since the last fence
     uint64_t *inits[64];      // mbarriers initialised and not yet shown to the engine
+    /* fiber: its relaxed stores, its retries */
+    unsigned n_late;
+    uint64_t shown, retried; // retried: the switch at which it last asked for a value
 #ifdef CPU_UCONTEXT
     ucontext_t context;
 #endif
@@ -74,6 +81,8 @@ struct warp {
     unsigned lanes, arrived; // threads in the warp; those that called
     unsigned generation;     // operations completed
     unsigned ticket;         // the barrier generation it waits to see the end of
+    unsigned registers;      // of each lane
+    unsigned changes;        // a digest of how it changed them
     char edge;               // for ThreadSanitizer
     struct operand in[WARP];
     union { uint32_t u; float f[4]; } out[WARP];
@@ -89,6 +98,7 @@ struct block {
     struct grid *grid;
     unsigned index, sm, alive, n_ready, seat; // seat: its place among the runnable
     unsigned in_flight;                       // bulk copies
+    unsigned registers;                       // that no warp has
     bool triggered;                           // called launch_dependents
     char *shared;
     char start, end, issue;                   // for ThreadSanitizer
@@ -158,7 +168,7 @@ static unsigned n_streams = 1;
 static struct kernel kernels[MOST_KERNELS];
 static unsigned n_kernels;
 static struct { unsigned threads, blocks, shared; } sms[MOST_SMS];
-static unsigned n_sms = 3, n_fibers;
+static unsigned n_sms = 3, n_fibers, n_late; // n_late: stores on their way
 static uint64_t seed = 1, switches, steps, n_begun, n_launched;
 static cudaError_t last_error;
 static void *nobody; // an identity for ThreadSanitizer that knows nothing, ever
@@ -464,12 +474,14 @@ static void next_spell(void)
     starved = n_runnable && one_in(2) ? runnable[below(n_runnable)] : NULL;
     spell = 1 + below(1u << below(8));
 }
-static bool deliver(bool nothing_else_moves);
+static bool deliver(bool nothing_else_moves), land_some(bool nothing_else_moves);
 static void pause_thread(void) // somebody else's turn
 {
     steps++;
     if (one_in(16))
         deliver(false);
+    for (unsigned i = n_late && one_in(4) ? 1u << below(4) : 0; i > 0; i--)
+        land_some(false);
     struct fiber *next = NULL;
     if (++switches % 64 != 0) // else the host looks after streams
         next = pick();
@@ -526,6 +538,122 @@ static void wake(const void *where)
             beds[i].last = f;
         }
     }
+}
+
+/* cpu: stores on their way */
+enum { MOST_LATE = 1 << 14, HEADS = 4096 };
+struct late {
+    uint32_t *at, value;
+    bool adds, stubborn;
+    unsigned seat;      // in the list
+    uint64_t order;
+    struct fiber *by;
+    struct late *next;  // of the same head, by age
+};
+static struct late *late[MOST_LATE], *heads[HEADS], *spare;
+static uint64_t n_stores;
+static struct late **head_of(const uint32_t *p)
+{
+    return &heads[((uintptr_t)p >> 2) * 0x9e3779b97f4a7c15u >> 52];
+}
+
+static void land(struct late *e)
+{
+    struct late **link = head_of(e->at);
+    while ((*link)->at != e->at || (*link)->by != e->by)
+        link = &(*link)->next;
+    e = *link;
+    *link = e->next;
+    late[e->seat] = late[--n_late];
+    late[e->seat]->seat = e->seat;
+    e->by->n_late--;
+    if (e->adds)
+        __atomic_fetch_add(e->at, e->value, __ATOMIC_RELAXED);
+    else
+        __atomic_store_n(e->at, e->value, __ATOMIC_RELAXED);
+    e->next = spare;
+    spare = e;
+    steps = 0;
+    wake(e->at);
+}
+
+static bool land_some(bool nothing_else_moves)
+{
+    if (n_late == 0)
+        return false;
+    struct late *e = late[below(n_late)];
+    if (e->stubborn && !nothing_else_moves && (switches >> 10 & 3) != 3)
+        return false;
+    land(e);
+    return true;
+}
+static bool is_known(const struct late *e) // to this thread
+{
+    return e->by == self ||
+           (e->by->block == self->block && e->order <= e->by->shown);
+}
+
+void cpu_show(void) { self->shown = n_stores; }
+void cpu_publish(void)
+{
+    cpu_show();
+    for (unsigned i = n_late; i-- > 0;)
+        while (i < n_late && is_known(late[i]))
+            land(late[i]);
+}
+static void settle(const uint32_t *p, bool own_too)
+{
+    struct late *e = *head_of(p), *next;
+    for (; e; e = next) {
+        next = e->next;
+        if (e->at == p && is_known(e) && (own_too || e->by != self))
+            land(e);
+    }
+}
+void cpu_settle(const uint32_t *p) { settle(p, true); }
+
+uint32_t cpu_seen(const uint32_t *p, uint32_t in_memory)
+{
+    if (!*head_of(p))
+        return in_memory;
+    settle(p, false);
+    uint32_t v = __atomic_load_n(p, __ATOMIC_RELAXED);
+    for (const struct late *e = *head_of(p); e; e = e->next)
+        if (e->at == p && e->by == self)
+            v = e->adds ? v + e->value : e->value;
+    return v;
+}
+
+void cpu_late(uint32_t *p, uint32_t v, int adds)
+{
+    settle(p, false);
+    if (n_late == MOST_LATE)
+        land(late[below(n_late)]);
+    struct late *e = spare, **link = head_of(p);
+    if (e)
+        spare = e->next;
+    else
+        e = grab(sizeof *e);
+    *e = (struct late){p, v, adds, one_in(8), n_late, ++n_stores, self, NULL};
+    while (*link)
+        link = &(*link)->next;
+    *link = late[n_late++] = e;
+    self->n_late++;
+    maybe_pause();
+}
+
+unsigned cpu_below(unsigned n) { return below(n); }
+void cpu_yield(void)
+{
+    make_ready(self);
+    pause_thread();
+}
+void retry_values(const uint32_t *p)
+{
+    self->where = p;
+    self->kind = FOR_VALUE;
+    self->retried = switches;
+    cpu_yield();
 }
 
 /* cpu: bulk copies in flight */
@@ -622,6 +750,7 @@ static const uint64_t evict_first_policy = 0x12f0000000000000u;
 uint64_t evict_first(void) { return evict_first_policy; }
 void proxy_fence(void)
 {
+    cpu_publish();
     release(&proxy_edge);
     mbarrier_init_fence();
 }
@@ -674,7 +803,7 @@ void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *b,
 /* cpu: what a thread can do */
 char *shared_memory(void) { return self->block->shared; }
 uint64_t device_ns(void) { return switches * 100; }
-void cpu_misaligned(const void *p) { fail("a 16-byte load at %p", p); }
+void cpu_misaligned(const void *p) { fail("16 bytes at %p, no multiple of 16", p); }
 void cpu_read_only(const void *p, size_t bytes)
 {
     void *was = act_as(self->block->grid->constant->tsan);
@@ -697,6 +826,7 @@ void cpu_wait_at_least(const uint32_t *p, uint32_t v) { sleep_on(p, FOR_WORD, v)
 
 void fence_gpu(void)
 {
+    cpu_publish();
     for (unsigned i = 0; i < 8 && i < self->n_loads; i++)
         acquire(self->loads[i]);
     self->n_loads = 0;
@@ -792,6 +922,7 @@ static void all_release(struct warp *w, const void *edge)
 static void meet(struct warp *w) { all_release(w, &w->edge); }
 void cpu_syncwarp(void)
 {
+    cpu_show();
     together("__syncwarp", meet);
     acquire(&self->warp->edge);
 }
@@ -831,6 +962,38 @@ void cpu_mma(float c[4], const uint32_t a[4], const uint32_t b[2])
     memcpy(c, self->warp->out[lane()].f, sizeof in->c);
 }
 
+/* cpu: registers of a warp */
+static void change_registers(struct warp *w, unsigned n, bool grow)
+{
+    struct block *b = self->block;
+    unsigned difference = (grow ? n - w->registers : w->registers - n) * WARP;
+    while (grow && b->registers < difference)
+        sleep_on(&b->registers, FOR_REGISTERS, difference);
+    b->registers += grow ? -difference : difference;
+    w->registers = n;
+    w->changes = w->changes * 1031 + 2 * n + grow;
+    wake(&b->registers);
+}
+
+void cpu_registers(unsigned n, int grow)
+{
+    const char *operation = grow ? "GROW_REGISTERS" : "SHRINK_REGISTERS";
+    struct warp *w = gather(operation, n);
+    unsigned generation = w->generation;
+    if (n % 8 || n < 24 || n > 256)
+        fail("%s: %u is no multiple of 8 from 24 to 256", operation, n);
+    if (grow ? n < w->registers : n > w->registers)
+        fail("%s: to %u registers from %u", operation, n, w->registers);
+    if ((self->place.thread.x | 127) >= self->place.threads.x)
+        fail("%s: in a group of fewer than four warps", operation);
+    if (w->arrived == WARP) {
+        change_registers(w, n, grow);
+        complete(w);
+    }
+    while (w->generation == generation)
+        sleep_on(w, FOR_WARP, generation);
+}
+
 /* cpu: barriers of a block */
 static void arrive(struct barrier *b, struct warp *w, unsigned id, unsigned warps)
 {
@@ -855,6 +1018,7 @@ static void arrive(struct barrier *b, struct warp *w, unsigned id, unsigned warp
 static void barrier(const char *operation, unsigned id, unsigned warps, bool waits)
 {
     struct barrier *b = &self->block->barriers[id];
+    cpu_show();
     struct warp *w = gather(operation, id * 64 + warps);
     unsigned generation = w->generation;
     if (w->arrived == w->lanes) {
@@ -926,6 +1090,7 @@ static void arrive_at(uint64_t *b, uint32_t bytes, const char *operation)
         fail("%s: more arrivals than the %u of a phase", operation, (unsigned)m->count);
     if (m->bytes + (int64_t)bytes > MOST_BYTES)
         fail("%s: more than %d bytes in a phase", operation, MOST_BYTES);
+    cpu_show();
     release(edge_of(m, m->phase));
     m->bytes += (int)bytes;
     m->pending--;
@@ -999,6 +1164,25 @@ static void vacate(unsigned sm, const struct grid *g)
     sms[sm].blocks--;
 }
 
+static void deal_registers(struct block *b, unsigned warps)
+{
+    unsigned each = REGISTERS / b->grid->threads & ~7u;
+    each = each < MOST_REGISTERS ? each : MOST_REGISTERS;
+    while (warps * WARP * each > REGISTERS) // the last warp may not be whole
+        each -= 8;
+    b->registers = REGISTERS - warps * WARP * each;
+    for (unsigned i = 0; i < warps; i++)
+        b->warps[i].registers = each;
+}
+static void compare_registers(const struct block *b)
+{
+    const struct warp *w = b->warps;
+    for (unsigned i = 0; i < whole_warps(b->grid->threads) / WARP; i++)
+        if (w[i].changes != w[i & ~3u].changes)
+            fail("warps %u and %u are of one group, and changed their registers "
+                 "differently", i & ~3u, i);
+}
+
 static void start_block(struct grid *g, unsigned sm)
 {
     unsigned warps = whole_warps(g->threads) / WARP;
@@ -1012,6 +1196,7 @@ static void start_block(struct grid *g, unsigned sm)
     b->fibers = (struct fiber **)(b->warps + warps);
     b->ready = b->fibers + g->threads;
     occupy(sm, g);
+    deal_registers(b, warps);
     /* make the block's shared memory, in the engine's name */
     b->engine = take_fiber(g->pool);
     void *was = act_as(b->engine->tsan), *shared;
@@ -1065,6 +1250,7 @@ static void end_block(struct block *b)
     struct grid *g = b->grid;
     if (b->in_flight)
         fail("the block has ended with %u bulk copies in flight", b->in_flight);
+    compare_registers(b);
     void *was = act_as(b->engine->tsan);
     acquire(&b->end);
     free(b->shared);
@@ -1083,6 +1269,8 @@ static void end_block(struct block *b)
 static void exit_thread(void)
 {
     struct block *b = self->block;
+    while (self->n_late)
+        cpu_yield();
     release(&b->end);
     give_fiber(b->grid->pool, self);
     steps = 0;
@@ -1215,6 +1403,14 @@ static void describe_counter(const uint32_t *p, uint32_t wanted)
         fprintf(stderr, " (byte %td of an allocation of %zu)",
                 (const char *)p - a->first, a->bytes);
 }
+static void describe_value(const uint32_t *p)
+{
+    const struct allocation *a = allocation_of(p, sizeof *p);
+    fprintf(stderr, "retry_values: a value with its proof, it is 0x%08x", *p);
+    if (a)
+        fprintf(stderr, " (byte %td of an allocation of %zu)",
+                (const char *)p - a->first, a->bytes);
+}
 
 static void describe(const struct fiber *f)
 {
@@ -1225,6 +1421,9 @@ static void describe(const struct fiber *f)
     switch (f->kind) {
     case FOR_WORD:
         describe_counter(f->where, f->wanted);
+        break;
+    case FOR_VALUE:
+        describe_value(f->where);
         break;
     case FOR_MBARRIER:
         fprintf(stderr, "mbarrier_wait: shared memory + %ld, the phase of parity %u; "
@@ -1243,6 +1442,10 @@ static void describe(const struct fiber *f)
     case FOR_WARP:
         fprintf(stderr, "%s: %u of %u lanes have come", w->operation, w->arrived,
                 w->lanes);
+        break;
+    case FOR_REGISTERS:
+        fprintf(stderr, "GROW_REGISTERS: a warp wants %u more, the pool has %u",
+                f->wanted, f->block->registers);
         break;
     case FOR_GRID:
         fprintf(stderr, "wait_for_prerequisites: the launch before it to end");
@@ -1265,9 +1468,20 @@ static bool alike(const struct fiber *f, const struct fiber *g)
            f->wanted == g->wanted;
 }
 
+static unsigned add_retriers(struct fiber **list, unsigned n)
+{
+    for (unsigned i = 0; i < n_runnable; i++)
+        for (unsigned j = 0; j < runnable[i]->n_ready; j++) {
+            struct fiber *f = runnable[i]->ready[j];
+            if (f->kind == FOR_VALUE && f->retried + steps >= switches)
+                list[n++] = f;
+        }
+    return n;
+}
+
 static unsigned sorted_sleepers(struct fiber **list)
 {
-    unsigned n = 0;
+    unsigned n = add_retriers(list, 0);
     for (unsigned i = 0; i < BEDS; i++)
         for (struct fiber *f = beds[i].first; f; f = f->next)
             list[n++] = f;
@@ -1319,7 +1533,7 @@ static void deadlock(const char *what)
         if (s->first && s->first->kind == WAIT && s->n_running == 0)
             fprintf(stderr, "  stream %u waits for an event\n", i);
     }
-    fprintf(stderr, "  %u threads asleep, %u bulk copies in flight\n", asleep,
+    fprintf(stderr, "  %u threads wait, %u bulk copies in flight\n", asleep,
             n_flights);
     _exit(3);
 }
@@ -1334,6 +1548,13 @@ static bool look_again(void)
                 return true;
             }
     return false;
+}
+
+static void no_progress(void)
+{
+    struct fiber **list = grab((n_fibers + 1) * sizeof *list);
+    deadlock(add_retriers(list, 0) ? "deadlock: values that are asked for never come"
+                                   : "no progress: somebody spins by hand");
 }
 
 static void watch(int signal)
@@ -1353,10 +1574,10 @@ static void run_until(bool (*done)(const void *), const void *what)
         struct fiber *next = pick();
         if (next)
             switch_to(next);
-        else if (!moved && !deliver(true) && !look_again())
+        else if (!moved && !deliver(true) && !land_some(true) && !look_again())
             deadlock("deadlock");
         if (steps > MOST_STEPS)
-            deadlock("no progress: somebody spins by hand");
+            no_progress();
     }
 }
 

@@ -124,17 +124,24 @@ uint64_t device_ns(void);
 void cpu_wrote(const uint32_t *p);
 void cpu_read(const uint32_t *p);
 void cpu_wait_at_least(const uint32_t *p, uint32_t v);
+void cpu_publish(void);
+void cpu_show(void);
+void cpu_settle(const uint32_t *p);
+void cpu_late(uint32_t *p, uint32_t v, int adds);
+uint32_t cpu_seen(const uint32_t *p, uint32_t in_memory);
 
-#define CPU_ATOMIC_ADD(name, order) \
+#define CPU_ATOMIC_ADD(name, order, before) \
     static inline uint32_t name(uint32_t *p, uint32_t v) \
     { \
+        before; \
         uint32_t old = __atomic_fetch_add(p, v, order); \
         cpu_wrote(p); \
         return old; \
     }
-CPU_ATOMIC_ADD(cpu_add_relaxed, __ATOMIC_RELAXED)
-CPU_ATOMIC_ADD(atomic_add_release, __ATOMIC_RELEASE)
-CPU_ATOMIC_ADD(atomic_add_acq_rel, __ATOMIC_ACQ_REL)
+CPU_ATOMIC_ADD(cpu_add_relaxed, __ATOMIC_RELAXED, cpu_settle(p))
+CPU_ATOMIC_ADD(cpu_add_in_block, __ATOMIC_RELEASE, cpu_show())
+CPU_ATOMIC_ADD(atomic_add_release, __ATOMIC_RELEASE, cpu_publish())
+CPU_ATOMIC_ADD(atomic_add_acq_rel, __ATOMIC_ACQ_REL, cpu_publish())
 
 static inline uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
 {
@@ -146,28 +153,33 @@ static inline uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
 
 static inline void store_release(uint32_t *p, uint32_t v)
 {
+    cpu_publish();
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
     cpu_wrote(p);
 }
 
+static inline void cpu_relaxed(uint32_t *p, uint32_t v, int adds)
+{
+    __atomic_fetch_add(p, 0, __ATOMIC_RELAXED);
+    cpu_late(p, v, adds);
+}
 static inline void store_relaxed(uint32_t *p, uint32_t v)
 {
     if (cpu_here->fenced)
-        __atomic_store_n(p, v, __ATOMIC_RELEASE);
+        store_release(p, v);
     else
-        __atomic_store_n(p, v, __ATOMIC_RELAXED);
-    cpu_wrote(p);
+        cpu_relaxed(p, v, 0);
 }
 
 static inline uint32_t load_relaxed(const uint32_t *p)
 {
-    uint32_t v = __atomic_load_n(p, __ATOMIC_RELAXED);
+    uint32_t v = cpu_seen(p, __atomic_load_n(p, __ATOMIC_RELAXED));
     cpu_read(p);
     return v;
 }
 static inline uint32_t load_acquire(const uint32_t *p)
 {
-    uint32_t v = __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    uint32_t v = cpu_seen(p, __atomic_load_n(p, __ATOMIC_ACQUIRE));
     cpu_read(p);
     return v;
 }
@@ -178,14 +190,61 @@ static inline void wait_at_least(const uint32_t *p, uint32_t v)
         cpu_wait_at_least(p, v);
 }
 
-static inline void publish_in_block(uint32_t *p, uint32_t v) { store_release(p, v); }
-static inline void add_in_block(uint32_t *p, uint32_t v) { atomic_add_release(p, v); }
+static inline void publish_in_block(uint32_t *p, uint32_t v)
+{
+    cpu_show();
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    cpu_wrote(p);
+}
+static inline void add_in_block(uint32_t *p, uint32_t v) { cpu_add_in_block(p, v); }
 static inline void wait_in_block(const uint32_t *p, uint32_t v) { wait_at_least(p, v); }
+
+/* twin: relaxed values */
+unsigned cpu_below(unsigned n);
+void cpu_misaligned(const void *p);
+void retry_values(const uint32_t *p);
+static inline bits128 load_relaxed_4(const uint32_t *p)
+{
+    bits128 x;
+    if ((uintptr_t)p % 16)
+        cpu_misaligned(p);
+    for (unsigned i = 0, turn = cpu_below(4); i < 4; i++)
+        x.v[i ^ turn] = load_relaxed(p + (i ^ turn));
+    return x;
+}
+static inline void store_relaxed_4(uint32_t *p, bits128 x)
+{
+    if ((uintptr_t)p % 16)
+        cpu_misaligned(p);
+    for (unsigned i = 0, turn = cpu_below(4); i < 4; i++)
+        store_relaxed(p + (i ^ turn), x.v[i ^ turn]);
+}
+
+static inline void count_relaxed(uint32_t *p, uint32_t n)
+{
+    if (cpu_here->fenced)
+        atomic_add_release(p, n);
+    else
+        cpu_relaxed(p, n, 1);
+}
+void cpu_yield(void);
+static inline void wait_hint(const uint32_t *p, uint32_t v)
+{
+    for (unsigned i = cpu_below(4) ? cpu_below(64) : 0; i > 0; i--) {
+        if ((int32_t)(load_relaxed(p) - v) >= 0)
+            return;
+        cpu_yield();
+    }
+}
+
+/* twin: registers of a warpgroup */
+#define SHRINK_REGISTERS(n) cpu_registers(n, 0)
+#define GROW_REGISTERS(n) cpu_registers(n, 1)
+void cpu_registers(unsigned n, int grow);
 
 /* twin: loads */
 #define CPU_ALIGNED(p, n) (((uintptr_t)(p) & ((n)-1)) == 0)
 void cpu_read_only(const void *p, size_t bytes);
-void cpu_misaligned(const void *p);
 
 static inline struct bits128 load_16(const void *p)
 {

@@ -11,7 +11,7 @@ enum { N = 4096, SCRATCH = 2048 };
 struct test {
     int fault;    // 0: none
     float *x, *y; // [N] whole numbers below 97; [N] NaN
-    uint32_t *u;  // [32] zeros
+    uint32_t *u;  // [1568] zeros
 };
 
 /* selftest: a case */
@@ -35,7 +35,7 @@ static int allocate(struct test *a)
         host_x[i] = x_of(i);
     return cudaMalloc((void **)&a->x, sizeof host_x) ||
            cudaMalloc((void **)&a->y, sizeof host_y) ||
-           cudaMalloc((void **)&a->u, 128) || cudaMemset(a->u, 0, 128) ||
+           cudaMalloc((void **)&a->u, 6272) || cudaMemset(a->u, 0, 6272) ||
            cudaMemcpy(a->x, host_x, sizeof host_x, cudaMemcpyHostToDevice);
 }
 
@@ -58,6 +58,8 @@ static float next_of_64(unsigned i) { return x_of(i / 64 * 64 + (i + 1) % 64); }
 static float reversed(unsigned i) { return x_of(i / 64 * 64 + 63 - i % 64); }
 static float same(unsigned i) { return x_of(i); }
 static float modulo_64(unsigned i) { return x_of(i % 64); }
+static float other_64(unsigned i) { return x_of(i ^ 64); }
+static float backwards_64(unsigned i) { return x_of(63 - i % 64); }
 static float first_only(unsigned i) { return (void)i, x_of(0); }
 static float next_block(unsigned i) { return x_of((i + 64) % 192); }
 static float next_of_six(unsigned i) { return x_of((i + 64) % 384); }
@@ -124,6 +126,7 @@ static int run_once(const struct test_case *c, struct test a)
 KERNEL_OF(syncthreads) KERNEL_OF(syncwarp) KERNEL_OF(named_sync)
 KERNEL_OF(named_arrive) KERNEL_OF(shuffle) KERNEL_OF(ballot) KERNEL_OF(mma)
 KERNEL_OF(message) KERNEL_OF(poll) KERNEL_OF(last) KERNEL_OF(fence) KERNEL_OF(grid)
+KERNEL_OF(values) KERNEL_OF(count) KERNEL_OF(known) KERNEL_OF(registers)
 KERNEL_OF(ring) KERNEL_OF(proxy) KERNEL_OF(bulk_bounds) KERNEL_OF(shared)
 KERNEL_OF(global) KERNEL_OF(loads) KERNEL_OF(first) KERNEL_OF(second)
 
@@ -218,6 +221,17 @@ static const struct test_case cases[] = {
     {"grid", test_grid, {3, 64, 0}, next_block, 192, run_once,
      {"wait removed", "release made relaxed", "barrier before removed",
       "a block does not arrive", "barrier after removed"}},
+    /* cases of relaxed values and of registers */
+    {"values", test_values, {2, 64, 0}, other_64, 128, run_once,
+     {"no proof asked for", "one proof for four words", "three words never stored",
+      "a store of four words not aligned"}},
+    {"count", test_count, {6, 64, 0}, other_64, 384, run_once,
+     {"the count taken as proof", "nobody counts", "a plain load"}},
+    {"known", test_known, {6, 64, 0}, backwards_64, 768, run_once,
+     {"barrier removed", "release made relaxed"}},
+    {"registers", test_registers, {1, 384, 0}, same, 384, run_once,
+     {"more than the pool has", "shrinks to more than it has",
+      "grows to less than it has", "a warp of the group does not shrink"}},
     /* cases of bulk copies */
     {"ring", test_ring, {2, 160, 1056}, chunk_sum, 256, run_once,
      {"empty-wait removed", "full-wait removed", "syncwarp before the arrival removed",

@@ -117,6 +117,9 @@ DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
 }
 
 /* PTX: loads and stores with an order */
+/* PTX: one word, relaxed */
+#ifndef RELAXED_WORD
+#define RELAXED_WORD 4 // bytes
 DEVICE uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -124,6 +127,12 @@ DEVICE uint32_t load_relaxed(const uint32_t *p)
                  : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+DEVICE void store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+#endif
+
 DEVICE uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -132,10 +141,6 @@ DEVICE uint32_t load_acquire(const uint32_t *p)
     return v;
 }
 
-DEVICE void store_relaxed(uint32_t *p, uint32_t v)
-{
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 DEVICE void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -179,6 +184,51 @@ DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
 #endif
     }
 }
+
+/* PTX: relaxed values */
+/* PTX: one word, relaxed */
+#ifndef RELAXED_WORD
+#define RELAXED_WORD 4 // bytes
+DEVICE uint32_t load_relaxed(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                 : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE void store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+#endif
+
+DEVICE bits128 load_relaxed_4(const uint32_t *p)
+{
+    bits128 x;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
+                 : "l"(p) : "memory");
+    return x;
+}
+DEVICE void store_relaxed_4(uint32_t *p, bits128 x)
+{
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};"
+                 ::"l"(p), "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3])
+                 : "memory");
+}
+
+enum { HINT_POLLS = 4096 };
+DEVICE void count_relaxed(uint32_t *p, uint32_t n)
+{
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;"
+                 ::"l"(p), "r"(n) : "memory");
+}
+DEVICE void wait_hint(const uint32_t *p, uint32_t v)
+{
+    for (int i = 0; i < HINT_POLLS && (int32_t)(load_relaxed(p) - v) < 0; i++)
+        ;
+}
+DEVICE void retry_values(const uint32_t *p) { (void)p; } // p has no proof yet
 
 /* PTX: mbarriers */
 #ifdef DEBUG_SPINS
@@ -272,6 +322,18 @@ DEVICE void proxy_fence(void)
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
+/* PTX: registers of a warpgroup */
+#if defined __CUDA_ARCH_FEAT_SM90_ALL || defined __CUDA_ARCH_SPECIFIC__ || \
+    defined __CUDA_ARCH_FAMILY_SPECIFIC__
+#define SHRINK_REGISTERS(n) \
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n))
+#define GROW_REGISTERS(n) \
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n))
+#else
+#define SHRINK_REGISTERS(n) ((void)0)
+#define GROW_REGISTERS(n) ((void)0)
+#endif
+
 /* PTX: tensor cores */
 DEVICE void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2])
 {
@@ -324,7 +386,7 @@ enum { N = 4096, SCRATCH = 2048 };
 struct test {
     int fault;    // 0: none
     float *x, *y; // [N] whole numbers below 97; [N] NaN
-    uint32_t *u;  // [32] zeros
+    uint32_t *u;  // [1568] zeros
 };
 
 /* selftest: its place */
@@ -531,6 +593,115 @@ KERNEL test_grid(struct test a)
     a.y[index_of(t)] = a.y[SCRATCH + (index_of(t) + blockDim.x) % n];
 }
 CPU_KERNEL(test_grid, struct test)
+
+/* selftest: relaxed values */
+enum { PROOF = 0x5a5a0000, PLACES = 32 }; // the values lie behind the counters
+DEVICE int is_proven(uint32_t word) { return word >> 16 == PROOF >> 16; }
+DEVICE uint32_t *place_of(struct test a, unsigned t) { return a.u + PLACES + 4 * t; }
+DEVICE bits128 values_of(struct test a, unsigned t)
+{
+    uint32_t x = PROOF + (uint32_t)a.x[t];
+    bits128 four = {{x, x + 1, x + 2, x + 3}};
+    return four;
+}
+DEVICE float value(bits128 four) // NaN, unless the words belong together
+{
+    for (uint32_t i = 1; i < 4; i++)
+        if (four.v[i] != four.v[0] + i)
+            return bits_f32(0x7fc00000);
+    return (float)(four.v[0] & 0xffff);
+}
+
+DEVICE int is_done(struct test a, bits128 four)
+{
+    if (a.fault == 1)
+        return 1;
+    for (int i = 0; i < (a.fault == 2 ? 1 : 4); i++)
+        if (!is_proven(four.v[i]))
+            return 0;
+    return 1;
+}
+DEVICE float ask(struct test a, const uint32_t *p)
+{
+    bits128 four = load_relaxed_4(p);
+    while (!is_done(a, four)) {
+        retry_values(p);
+        four = load_relaxed_4(p);
+    }
+    return value(four);
+}
+
+KERNEL test_values(struct test a)
+{
+    unsigned i = index_of(threadIdx.x);
+    uint32_t *p = place_of(a, i);
+    if (a.fault == 3 && i == 9)
+        store_relaxed(p, PROOF);
+    else
+        store_relaxed_4(a.fault == 4 ? p + 1 : p, values_of(a, i));
+    a.y[i] = ask(a, place_of(a, i ^ 64));
+}
+CPU_KERNEL(test_values, struct test)
+
+KERNEL test_count(struct test a)
+{
+    unsigned i = index_of(threadIdx.x);
+    const uint32_t *p = place_of(a, i ^ 64), *theirs = a.u + (blockIdx.x ^ 1);
+    store_relaxed_4(place_of(a, i), values_of(a, i));
+    __syncthreads();
+    if (threadIdx.x == 0 && a.fault != 2)
+        count_relaxed(a.u + blockIdx.x, 1);
+    wait_hint(theirs, 1);
+    while (a.fault && load_relaxed(theirs) == 0)
+        retry_values(theirs);
+    if (a.fault == 3)
+        a.y[i] = value(load_16(p));
+    else
+        a.y[i] = ask(a, p);
+}
+CPU_KERNEL(test_count, struct test)
+
+KERNEL test_known(struct test a)
+{
+    unsigned t = threadIdx.x, other = blockIdx.x ^ 1;
+    uint32_t *mine = a.u + PLACES + index_of(0), *theirs = a.u + PLACES + other * 64;
+    store_relaxed(mine + t, (uint32_t)a.x[t]);
+    count_relaxed(a.u + 8 + blockIdx.x, 1);
+    if (a.fault != 1)
+        __syncthreads();
+    if (t == 0 && a.fault == 2)
+        store_relaxed(a.u + blockIdx.x, 1);
+    else if (t == 0)
+        store_release(a.u + blockIdx.x, 1);
+    float near = a.fault == 2 ? a.x[63 - t] : (float)load_relaxed(mine + 63 - t);
+    if (t == 0)
+        wait_at_least(a.u + other, 1);
+    __syncthreads();
+    uint32_t missing = 64 - load_relaxed(a.u + 8 + other);
+    a.y[index_of(t)] = near + (float)missing;
+    a.y[384 + index_of(t)] = (float)load_relaxed(theirs + 63 - t);
+}
+CPU_KERNEL(test_known, struct test)
+
+/* selftest: registers */
+KERNEL THREADS(384) test_registers(struct test a)
+{
+    unsigned t = threadIdx.x;
+    if (t >= 128) {
+        if (a.fault == 3)
+            GROW_REGISTERS(160);
+        else if (a.fault == 4)
+            GROW_REGISTERS(200);
+        else
+            GROW_REGISTERS(232);
+    } else if (a.fault == 2) {
+        SHRINK_REGISTERS(200);
+    } else if (a.fault != 1 && !(a.fault == 4 && t / 32 == 3)) {
+        SHRINK_REGISTERS(40);
+    }
+    a.y[t] = a.x[t];
+}
+CPU_KERNEL(test_registers, struct test)
 
 /* selftest: bulk copies */
 enum { SLOTS = 2, CHUNK = 128, CHUNKS = 6 };

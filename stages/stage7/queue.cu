@@ -61,6 +61,9 @@ DEVICE uint32_t shared_address(const void *p)
 }
 
 /* PTX: loads and stores with an order */
+/* PTX: one word, relaxed */
+#ifndef RELAXED_WORD
+#define RELAXED_WORD 4 // bytes
 DEVICE uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -68,6 +71,12 @@ DEVICE uint32_t load_relaxed(const uint32_t *p)
                  : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+DEVICE void store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+#endif
+
 DEVICE uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -76,10 +85,6 @@ DEVICE uint32_t load_acquire(const uint32_t *p)
     return v;
 }
 
-DEVICE void store_relaxed(uint32_t *p, uint32_t v)
-{
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 DEVICE void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");

@@ -170,6 +170,9 @@ DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
 }
 
 /* PTX: loads and stores with an order */
+/* PTX: one word, relaxed */
+#ifndef RELAXED_WORD
+#define RELAXED_WORD 4 // bytes
 DEVICE uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -177,6 +180,12 @@ DEVICE uint32_t load_relaxed(const uint32_t *p)
                  : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+DEVICE void store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+#endif
+
 DEVICE uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -185,10 +194,6 @@ DEVICE uint32_t load_acquire(const uint32_t *p)
     return v;
 }
 
-DEVICE void store_relaxed(uint32_t *p, uint32_t v)
-{
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 DEVICE void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
