@@ -41,6 +41,7 @@ enum {
     MOST_KERNELS = 1024,
     MOST_FIBERS = 7000,       // under ThreadSanitizer
     STACK = 128 << 10,         // bytes of address space; little of it is touched
+    ASKED_IN_VAIN = 4000,     // retries of a fiber without progress
     MOST_STEPS = 1000000      // turns without progress
 };
 static const size_t device_memory = (size_t)8 << 30; // bytes
@@ -169,6 +170,7 @@ static struct kernel kernels[MOST_KERNELS];
 static unsigned n_kernels;
 static struct { unsigned threads, blocks, shared; } sms[MOST_SMS];
 static unsigned n_sms = 3, n_fibers, n_late; // n_late: stores on their way
+static uint64_t in_vain;                     // retries since anything has landed
 static uint64_t seed = 1, switches, steps, n_begun, n_launched;
 static cudaError_t last_error;
 static void *nobody; // an identity for ThreadSanitizer that knows nothing, ever
@@ -573,7 +575,7 @@ static void land(struct late *e)
         __atomic_store_n(e->at, e->value, __ATOMIC_RELAXED);
     e->next = spare;
     spare = e;
-    steps = 0;
+    steps = in_vain = 0;
     wake(e->at);
 }
 
@@ -648,8 +650,11 @@ void cpu_yield(void)
     make_ready(self);
     pause_thread();
 }
+static void no_progress(void);
 void retry_values(const uint32_t *p)
 {
+    if (++in_vain > (uint64_t)ASKED_IN_VAIN * n_fibers)
+        no_progress();
     self->where = p;
     self->kind = FOR_VALUE;
     self->retried = switches;
@@ -726,7 +731,7 @@ static bool deliver(bool nothing_else_moves)
         c->block->in_flight--;
         flights[i] = flights[--n_flights];
     }
-    steps = 0;
+    steps = in_vain = 0;
     m->bytes -= (int)bytes;
     end_phase_if_complete(m);
     return true;
@@ -1273,7 +1278,7 @@ static void exit_thread(void)
         cpu_yield();
     release(&b->end);
     give_fiber(b->grid->pool, self);
-    steps = 0;
+    steps = in_vain = 0;
     if (--b->alive == 0)
         end_block(b);
     pause_thread();

@@ -624,7 +624,7 @@ DEVICE int is_done(struct test a, bits128 four)
 DEVICE float ask(struct test a, const uint32_t *p)
 {
     bits128 four = load_relaxed_4(p);
-    while (!is_done(a, four)) {
+    while (ballot((int)!is_done(a, four))) {
         retry_values(p);
         four = load_relaxed_4(p);
     }
