@@ -269,48 +269,33 @@ def stage6():
     return p
 
 
-# What the producers load, in its order; how long the consumers wait before it, and whether they do.
-SEVEN = (("$W_q$", 15, 0), ("K, V", 7, None), ("$W_k, W_v$", 11, 0), ("$W_o$", 14, 7),
-         ("gate, up", 43, 3), ("down", 25, 2))
-
-
 def stage7():
-    p = Picture(150, 58)
-    for y, words in ((52, ("producers",)), (40, ("ring in", "shared memory")), (25, ("consumers",)),
-                     (15, ("attention",)), (8, ("epilogue",))):
+    p = Picture(150, 45)
+    for y, words in ((38, ("producer", "bulk copies")), (22.5, ("ring in", "shared memory")),
+                     (9.5, ("consumers",))):
         for i, word in enumerate(words):
-            p.text(0, y + (1.5 if len(words) > 1 else 0) - 3.6 * i, word, "l")
-    x, start, low, high = 27, 29, 36.5, 42.5   # of the ring: with what is in flight, and full
-    level = [(27, 34), (30, low)]
-    for name, width, wait in SEVEN:
-        p.box(x, 49.5, width, 5, name, ORANGE if wait is None else BLUE, r"\scriptsize" if width > 11 else r"\tiny")
+            p.text(0, y + 1 - 3.6 * i, word, "l")
+    x = 27
+    for name, width in PHASES:
+        p.box(x, 36, width, 5, name, BLUE, r"\scriptsize")
         x += width
-        if wait is None:
-            attention = start
-            continue
-        if wait:   # the ring fills while the consumers wait
-            full = low + min(high - low, wait)
-            level += [(start, low), (start + wait, full), (start + wait + 5, low)]
-            start += wait
-        inner = width - 1.5 if wait else width
-        p.box(start, 22.5, inner, 5, name, BLUE, r"\scriptsize" if inner > 11 else r"\tiny")
-        p.area(start + 1, 6.8, inner, 2.5)
-        if name == "$W_o$":
-            p.box(attention + 1, 12.5, start - attention - 3, 5, "units, merge", ORANGE, r"\tiny")
-            p.arrow(start - 2, 15, start + 2, 22.5)
-        start += inner
+    p.line((27, 20), (27, 28), (145, 28), (145, 20), (27, 20))
+    level, at = [], 27
+    gaps = (0, 2, 4, 3, 2)
+    for (name, width), gap in zip(PHASES, gaps):   # it fills while the consumers wait
+        level += [(at, 21.5), (at + gap, 21.5 + 1.5 * gap), (at + gap + min(6, width - gap), 21.5)]
+        at += width
     p.ops.append("%g %g %g rg" % PALE)
-    p.op("%g %g m " + "%g %g l " * (len(level) + 1) + "%g %g l f", 27, 34,
-         *[v for point in level for v in point], start, low, start, 34)
-    p.line(*level, (start, low), (start, 34))
-    p.line((27, 34), (27, 44), (148, 44), (148, 34), (27, 34))
-    p.text(112, 35.3, "in flight", font=r"\scriptsize")
-    p.text(67, 41.5, "arrived, during a wait", "l", font=r"\scriptsize")
-    p.arrow(38, 49.5, 38, 44)
-    p.arrow(100, 49.5, 100, 44)
-    p.arrow(38, 34, 38, 27.5)
-    p.arrow(attention + 3, 34, attention + 3, 17.5)
-    p.arrow(100, 34, 100, 27.5)
+    p.op("%g %g m " + "%g %g l " * (len(level) + 2) + "f", 27, 20,
+         *[v for point in level for v in point], 145, 21.5, 145, 20)
+    p.line(*level, (145, 21.5))
+    x = 29
+    for (name, width), gap in zip(PHASES, gaps):
+        p.box(x + gap, 7, width - gap, 5, name, BLUE if width - gap > 8 else ORANGE, r"\scriptsize")
+        x += width
+    for at in (50, 95, 130):
+        p.arrow(at, 36, at, 28)
+        p.arrow(at, 20, at, 12)
     p.arrow(27, 3, 148, 3)
     p.text(21, 3, "time", font=r"\scriptsize")
     return p

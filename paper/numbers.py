@@ -24,13 +24,11 @@ ladder-noise-stage, the one that was also measured twice by itself, ladder-noise
 -second, those medians, -turns, that of its turns with the others, and ladder-apart-us, how far
 apart the three are; ladder-limit-us and ladder-floor-us; account-N-..., where the time of one
 step went; model-..., what a whole model would take under the assumptions of define_model. Of a
-row of data/changes-N.csv (N is 0, 6, 7, 8, or 7b and 8b, the second forms): changes-N-ROW-before,
--after, -gain or -loss, in us, -xlimit, times the read limit of its run; changes-N-table, all of it, and
-changes-N-count, its rows; of data/streams.csv: streams-ROW-less, per cent of the rate of another row; of
-data/waits-N.csv: waits-N-ROW-us, what a phase waits for its vector, and waits-N-FORM-us, what of them
-do; of data/timeline-N.csv: timeline-N-fast, how many blocks end gate and up long before the others,
--early, how many so end down, and -fast-gate, -slow-gate, -fast-down, -slow-down, when they and the
-others end it, us; of data/stamps-N.csv: stamps-N-ROW-FORM-link, us since the row before; of
+row of data/changes-N.csv: changes-N-ROW-before, -after, -gain or -loss, in us, -xlimit, times the read
+limit of its run; of data/streams.csv: streams-ROW-less, per cent of the rate of another row; of
+data/waits-N.csv: waits-N-ROW-us, what a phase waits for its vector, and waits-N-FORM-us, what of them do; of data/timeline-N.csv: timeline-N-fast, how many blocks end gate and up long before
+the others, -early, how many so end down, and -fast-gate, -slow-gate, -fast-down, -slow-down, when
+they and the others end it, us; of data/stamps-N.csv: stamps-N-ROW-FORM-link, us since the row before; of
 data/queue.csv, with KB of a copy and KB in flight: queue-COPY-FLIGHT-tbs, -best, share of the best
 bandwidth, -less, per cent below it, -median, -p90 and -p99 of a load, ns; queue-table, all of it, and
 queue-provenance; of data/check-gpu.txt: check-gpu-passed, -failed, -skipped, -cores, and -quickest-PART and -slowest-PART, the
@@ -294,8 +292,7 @@ def from_shapes(path):
 
 def account(path, read_tbs, share=1.0):
     """Where the time of one step went, for the average block: at work on each phase, waiting
-    before it, and from the block's end to the last block's. They add up to the step: of a phase
-    that overlaps an earlier one, as attention does, only what goes on after it counts. `share`:
+    before it, and from the block's end to the last block's. They add up to the step. `share`:
     bytes of packed weights over plain ones. Returns {what: us}, or None."""
     _, rows = split(path)
     blocks = {}
@@ -309,7 +306,6 @@ def account(path, read_tbs, share=1.0):
     for mine in blocks.values():
         at = 0.0
         for start, end, phase in sorted(mine):
-            start, end = max(start, at), max(end, at)
             for what, us in ((f"{phase} wait", start - at), (f"{phase} work", end - start)):
                 spent[what] = spent.get(what, 0.0) + us / len(blocks)
             at = end
@@ -374,34 +370,6 @@ def from_changes(path):
             define(f"{path.stem}-{row['key']}-loss", "%.1f" % (after - before))
         if after and limit:
             define(f"{path.stem}-{row['key']}-xlimit", "%.3f" % (after / limit))
-
-
-COMPARED = (("us_before", "before"), ("us_after", "after"))
-
-
-def change_table(path):
-    """All of data/changes-N.csv as a table in TeX that may break across pages: changes-N-table."""
-    header, rows = split(path)
-    if not rows or not {"change", "us_before", "us_after"} <= rows[0].keys():
-        return
-    define(f"{path.stem}-count", len(rows))
-
-    def text(cell):
-        cell = "".join(ESCAPES.get(c, c) for c in cell.strip())
-        return re.sub(r"\bx\b", "$x$", cell.replace(r"W\_o", "$W_o$"))
-
-    def line(row):
-        key = "".join(ESCAPES.get(c, c) for c in row["key"]).replace(r"\_", r"\_\allowbreak ")
-        cells = [r"\texttt{%s}" % key, text(row["change"]),
-                 row.get("predicted_us", "").replace("-", r"\ensuremath{-}")]
-        cells += ["%.1f" % number_of(row, column) if row[column] else "" for column, _ in COMPARED]
-        return " & ".join(cells) + r" \\"
-    heading = r"key & change & predicted & " + " & ".join(name for _, name in COMPARED) + r" \\ \midrule"
-    print(r"\definemeasured{%s-table}{\begingroup\footnotesize\setlength{\tabcolsep}{4pt}"
-          r"\begin{longtable}{@{}>{\raggedright\arraybackslash}p{0.20\textwidth}"
-          r">{\raggedright\arraybackslash}p{0.50\textwidth}rrr@{}}"
-          r"\toprule %s \endhead \bottomrule \endfoot %s \end{longtable}\endgroup}"
-          % (path.stem, heading, " ".join(line(row) for row in rows)))
 
 
 def from_streams(path):
@@ -524,8 +492,6 @@ def main(folder):
                             ("stamps-", from_stamps), ("timeline-", from_timeline)):
             if path.stem.startswith(start):
                 read(path)
-        if path.stem.startswith("changes-"):
-            change_table(path)
     checked = pathlib.Path(folder) / "check-gpu.txt"
     if checked.exists():
         from_check_gpu(checked.read_text(encoding="utf-8"))

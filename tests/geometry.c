@@ -58,13 +58,11 @@ int main(int argc, char **argv)
         return 0;
     }
     struct geometry *g = &l->args.g;
-    printf("built %zu %d %d %lld %d %d %d %d", allocated, g->slots, g->half, (long long)l->shared,
-           (int)SHARED_BYTES, g->groups, g->splits, g->open_tiles);
-    for (int i = 0; i < PHASES; i++) {
-        struct product *p = g->p + i;
-        printf(" %d %d %d %d %d %d %d %d %d", p->columns, p->piece, p->pieces, p->wide, p->across,
-               p->pairs, p->chunks, p->each * l->blocks + p->extra, p->open);
-    }
-    printf("\n");
+    long long columns[PHASES] = { n[0], 0, n[2] * n[4], n[0], g->piece };
+    printf("built %zu %d %lld %lld %d %d %d", allocated, g->warps, (long long)g->slot_bytes,
+           (long long)g->vector_bytes, g->pieces, g->groups, g->max_units);
+    for (int i = 0; i < PHASES; i++)
+        printf(" %lld", i == ATTEND ? 4 * TILE_KEYS * n[4] : 4 * g->pairs[i] * columns[i]);
+    printf(" %lld\n", (long long)l->shared);
     return layer_teardown(l);
 }

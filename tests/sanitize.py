@@ -37,23 +37,41 @@ def find():
                           pathlib.Path("/usr/local/cuda/bin/compute-sanitizer")) if os.access(p, os.X_OK)), None)
 
 
-SLOT = ("a slot: the bulk copies of each half complete a phase of its mbarrier full, which every lane waits "
-        "for; the warp meets and arrives at empty, for which the next copy waits")
-SUMS = ("the sums of a chunk: the warp meets and arrives at delivered, which the epilogue waits for; its warp "
-        "meets and arrives at taken, for which the place's next sums wait")
-SQUARES = ("a warp's sum of squares: counted by its first lane before it arrives at delivered with the sums of "
-           "its first chunk, which the epilogue waits for before it reads; nobody writes it in this step again")
+SLOT = ("a slot: the bulk copies complete a phase of its mbarrier full, which every lane waits for; the "
+        "warp meets and arrives at empty, for which the next copy waits")
+VECTOR = ("the vector: the loaders meet and one arrives at its mbarrier, which every lane waits for; it is "
+          "written over after its chunks were counted with release, and that acquired")
+QUERIES = ("a unit's queries: the loaders meet and one publishes them with release, which a lane acquires "
+           "before its warp meets; written over after all of the unit's tiles have arrived at their mbarriers")
+SUMS = ("a tile's sums: the warp meets and arrives at the place's mbarrier, which every loader waits for; "
+        "the place is used again after a number was published that says it is merged")
+AFTER = ("the sums of tiles lie where the vector of Q, K and V was: its chunks were counted with release "
+         "and that acquired before the queries, which a tile waits for, were published")
+TAG = "what is in a slot: written before full is arrived at, read after it; written again after empty"
+COUNT = "the counter itself: stored or added to with release, read with acquire"
 
 # Two functions that touch the same shared memory, one of them writing: what orders them, and the fault in
 # tests/mutants.py that takes a part of that order away. What barriers or __syncwarp order is not listed:
 # racecheck understands these.
 ORDERED = {
-    ("bulk_load", "bulk_load"): (SLOT, "a producer does not wait for room"),
-    ("bulk_load", "load_16"): (SLOT, "a slot is given back before it is read"),
-    ("consume", "norm_factor"): (SQUARES, "factor before the squares are there"),
-    ("deliver", "deliver"): (SUMS, "sums written over before they are taken"),
-    ("deliver", "take_sums"): (SUMS, "sums are taken before they are there"),
-    ("norm_factor", "take_vector"): (SQUARES, "factor before the squares are there"),
+    ("bulk_load", "bulk_load"): (SLOT, "a slot is read before it is full"),
+    ("bulk_load", "dot"): (SLOT, "a slot is read before it is full"),
+    ("bulk_load", "score_tile"): (SLOT, "a tile's slot is given back before it is scored"),
+    ("bulk_load", "fetch_row"): (SLOT, "a tile's slot is given back before it is scored"),
+    ("bulk_load", "sum_tile"): (SLOT, "__syncwarp gone before a tile's slot is given back"),
+    ("dot", "put_words"): (VECTOR, "consumers do not wait for the vector"),
+    ("multiply_chunk", "put_vector"): (VECTOR, "consumers do not wait for the vector"),
+    ("score_tile", "split_pair"): (QUERIES, "queries published before all loaders have stored them"),
+    ("merge", "sum_tile"): (SUMS, "a tile's place given away before it is merged"),
+    ("merge_tiles", "sum_tile"): (SUMS, "a tile's place given away before it is merged"),
+    ("merge_tiles", "soften"): (SUMS, "a tile of a unit not waited for"),
+    ("soften", "soften"): (SUMS, "a tile does not wait for the newest queries"),
+    ("sum_tile", "sum_tile"): (SUMS, "a tile does not wait for the newest queries"),
+    ("dot", "sum_tile"): (AFTER, "no wait for queries, keys and values"),
+    ("put_words", "sum_tile"): (AFTER, "a tile of a unit not waited for"),
+    ("consume", "offer"): (TAG, "a slot is read before it is full"),
+    ("publish_in_block", "wait_in_block"): (COUNT, "a tile does not wait for the newest queries"),
+    ("add_in_block", "wait_in_block"): (COUNT, "block's chunks of gate and up not waited for"),
 }
 ACCESS = r"(?:Read|Write) access at (?:\w+ )*(\w+)\(.*"
 REPORT = re.compile(rf"Race reported between {ACCESS}\n((?:=+ +and {ACCESS}\n?)+)")

@@ -93,7 +93,7 @@ def keys_without_a_value(asked, defined):
         stage = re.match(r"(?:ladder|traffic|account)[-/](\d+)[-/]", key)
         if stage and f"ladder-{stage.group(1)}-us" not in defined:
             continue
-        name = re.match(r"[^/]*(?=/)|(?:shapes|queue|changes-[78]b)(?=-)", key)
+        name = re.match(r"[^/]*(?=/)|(?:shapes|queue)(?=-)", key)
         if name and not list((tools.ROOT / "data").glob(name.group(0) + ".*")):
             continue
         wrong.append(key)
@@ -161,30 +161,6 @@ def test_the_account_of_a_step_adds_up(tmp_path):
     assert float(made["model-rest"]) == pytest.approx(20 - 10 - 2 + 4, abs=0.11)
     assert float(made["model-16-1-ms"]) == pytest.approx((16 * (400 + 12) + 12) / 1000, abs=0.06)
     assert float(made["model-16-4-layer"]) == pytest.approx(100 + 12 + 10, abs=0.6)
-
-
-def test_what_overlaps_is_counted_once(tmp_path):
-    """Attention begins beside the first product. Worked out by hand."""
-    (tmp_path / "ladder.csv").write_text(
-        "stage,us_median,x_read_limit,x_copy_floor,read_tbs\n7,440,1.1,1.05,4.32\n", encoding="utf-8")
-    (tmp_path / "timeline-7.csv").write_text(
-        "sm,phase,start_us,end_us\n0,QKV,1,41\n0,attention,33,49\n0,O,52,90\n"
-        "1,QKV,1,45\n1,attention,30,40\n1,O,51,90\n", encoding="utf-8")
-    made = numbers_of(tmp_path)
-    for key, value in {"attention-work": "4.0", "attention-wait": "0.0", "QKV-work": "42.0", "O-wait": "4.5",
-                       "total": "90.0", "tail": "0.0"}.items():
-        assert made[f"account-7-{key}"] == value, key
-
-
-def test_all_changes_as_a_table(tmp_path):
-    (tmp_path / "changes-7b.csv").write_text(
-        "key,change,predicted_us,us_before,us_after,kernel_kib,limit_us\n"
-        "fma,\"FMA, not W_o x\",2,391.2,390.1,,377\ncut_all,no wait (wrong),,,387.44,,\n", encoding="utf-8")
-    made = numbers_of(tmp_path)
-    assert made["changes-7b-count"] == "2" and made["changes-7b-fma-gain"] == "1.1"
-    table = made["changes-7b-table"]
-    assert r"\texttt{fma} & FMA, not $W_o$ $x$ & 2 & 391.2 & 390.1 \\" in table
-    assert r"\texttt{cut\_\allowbreak all} & no wait (wrong) &  &  & 387.4 \\" in table
 
 
 def test_what_is_computed_from_the_ladder(tmp_path):

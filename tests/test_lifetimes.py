@@ -243,9 +243,7 @@ def test_twelve_layers_on_twelve_streams(stage):
 # ------------------------------------------------------------------------- counters that wrap
 
 random.seed(8)
-# After one step, so many times as many. Words of stages 7 and 8 carry the count modulo 16: as it was with them,
-# it is 1 then, and the steps of the test go on from there.
-AGES = [2**31 - 15, 2**32 - 15, *(random.randrange(2**28) * 16 + 1 for _ in range(4))]
+AGES = [2**31 - 5, 2**32 - 5, *(random.randrange(2**32) for _ in range(4))]
 
 
 @pytest.mark.parametrize("stage", COUNTING)
@@ -257,7 +255,7 @@ def test_steps_after_two_to_the_32nd(stage, age):
     first = ref.make_x(SMALL, 1, 120)
     assert ref.differing(old.step(first, 120), new.step(first, 120)) == 0
     assert old.lib.layer_age(ctypes.c_void_p(old.handle), ctypes.c_uint32(age)) == 0
-    for pos in range(115, 132):                     # the seventeenth is beyond the wrap
+    for pos in range(121, 131):
         x = ref.make_x(SMALL, 1, pos)
         assert ref.differing(old.step(x, pos), new.step(x, pos)) == 0, pos
     assert all(ref.differing(a, b) == 0 for a, b in zip(old.caches(), new.caches()))
@@ -274,9 +272,7 @@ def test_every_count_passes_the_wrap(stage):
         old.teardown()
         assert old.build() == 0
         old.step(x, 130)
-        age = 2**32 // each - 1
-        age -= age % 16 == 0                        # words of the step before carry 1, and so would the next
-        assert old.lib.layer_age(ctypes.c_void_p(old.handle), ctypes.c_uint32(age)) == 0
+        assert old.lib.layer_age(ctypes.c_void_p(old.handle), ctypes.c_uint32(2**32 // each - 1)) == 0
         for _ in range(3):
             assert ref.differing(old.step(x, 130), expected) == 0, each
 

@@ -53,7 +53,7 @@ def test_what_stops_a_run_has_a_word():
 
 # One fault for each way of catching, and the source as it is.
 SAMPLE = [("stage6", "scores not scaled", "plain"), ("stage6", "grid barrier arrives without release", "tsan"),
-          ("stage6", "scratch is not given back", "tests"), ("stage7", "sums are taken before they are there", "tsan"),
+          ("stage6", "scratch is not given back", "tests"), ("stage7", "chunks counted without release", "tsan"),
           ("stage7", "keys of KV head 0 for all", "plain")]
 
 

@@ -206,20 +206,11 @@ def test_ties_of_stored_keys_and_values_go_to_even(stage):
 
 ROTATE = r"""
 #include KERNELS
-#ifdef ROTATED   /* cosine and sine are computed once for all heads */
-#define ONE_PAIR(turn) \
-    float x = half_turns(pos, turn); \
-    struct pair y = { low[i], high[i] }, z = rotated(y, cospif(x), sinpif(x)); \
-    low[i] = z.low, high[i] = z.high
-#else
-#define ONE_PAIR(turn) rotate(low + i, high + i, pos, turn)
-#endif
 void rotate_all(int64_t pos, double theta, int hd, float *low, float *high);
 void rotate_all(int64_t pos, double theta, int hd, float *low, float *high)
 {
-    for (int i = 0; i < hd / 2; i++) {
-        ONE_PAIR(pow(theta, -2.0 * i / (double)hd));
-    }
+    for (int i = 0; i < hd / 2; i++)
+        rotate(low + i, high + i, pos, pow(theta, -2.0 * i / (double)hd));
 }
 """
 
@@ -230,15 +221,14 @@ def rotations(tmp_path_factory):
     folder, found, seen = tmp_path_factory.mktemp("rotate"), {}, set()
     for stage in reversed(STAGES):
         kernels = tools.ROOT / "stages" / stage / "kernels.cu"
-        words = re.findall(r"^DEVICE (?:void rotate|struct pair rotated|float half_turns)\(.*?^}",
-                           kernels.read_text(encoding="utf-8"), re.M | re.S)
-        if not words or tuple(words) in seen:
+        words = re.findall(r"^DEVICE void rotate\(.*?^}", kernels.read_text(encoding="utf-8"), re.M | re.S)
+        if not words or words[0] in seen:
             continue
-        seen.add(tuple(words))
+        seen.add(words[0])
         (folder / "rotate.c").write_text(ROTATE, encoding="utf-8")
         made = folder / f"{stage}.so"
         subprocess.run(["gcc", "-std=c11", "-w", "-O2", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-I",
-                        str(tools.ROOT / "stages" / "cpu"), f'-DKERNELS="{kernels}"', *["-DROTATED"] * ("rotated" in words[0]), "-o", str(made),
+                        str(tools.ROOT / "stages" / "cpu"), f'-DKERNELS="{kernels}"', "-o", str(made),
                         str(folder / "rotate.c"), str(tools.build("build/cpu/plain/cpu/cpu.o")), "-lm"], check=True)
         found[stage] = ctypes.CDLL(str(made)).rotate_all
     return found

@@ -18,12 +18,12 @@ MODELS = {
     "qwen2.5-72b": ((8192, 29568, 64, 8, 128), (1024, 3648, 8, 1, 128)),
     "mistral-7b": ((4096, 14336, 32, 8, 128), (512, 1792, 4, 1, 128)),
 }
-# Two pieces of d, batches of pairs, and one KV head; two pieces of down with 16 query heads a KV head; half of
-# a row to a warp, rows shared by 8 warps, and three KV heads; two pieces of O's rows.
-ODD = {"wide": (8256, 192, 2, 1, 64), "tall": (64, 12864, 64, 4, 128), "pieces": (64, 4096, 9, 3, 64),
-       "many heads": (64, 64, 129, 129, 64)}
+# Rows as long as those of large layers, few of them: one pair of rows a chunk, and two pieces of
+# down with 16 query heads a KV head; sixteen pieces of down, and three KV heads.
+ODD = {"wide": (8192, 192, 2, 1, 64), "tall": (64, 12864, 64, 4, 128), "pieces": (64, 4096, 9, 3, 64)}
 SCRATCH = 8 << 20       # bytes, at any length of the cache
-WIDEST, HALF, FLIGHT = 8192, 16384, 65536   # columns of a piece; bytes of a half slot, of what is under way
+STATE = 1536            # bytes of shared memory before the vector
+CHUNK = 16 << 10, 48 << 10
 
 
 def options(shape):
@@ -68,64 +68,18 @@ def refusal(shape, rows, *how):
     return int(words[1]), int(words[2]), " ".join(words[3:])
 
 
-PRODUCT = "columns", "piece", "pieces", "wide", "across", "pairs", "chunks", "dealt", "open"
-
-
-def cut(shape, rows=128):
-    """How a layer is cut: numbers by name, and a dictionary of them for each product."""
-    word, *numbers = built(shape, rows)
-    assert word == "built", numbers
-    names = "scratch", "slots", "half", "shared", "state", "groups", "splits", "open_tiles"
-    numbers = list(map(int, numbers))
-    g = dict(zip(names, numbers))
-    rest = numbers[len(names):]
-    products = [dict(zip(PRODUCT, rest[i:i + len(PRODUCT)])) for i in range(0, len(rest), len(PRODUCT))]
-    return g, dict(zip(("qkv", "queries", "o", "gate_up", "down"), products))
-
-
-def check_product(p, columns, pairs):
-    """What the kernel takes for granted of a product of so many columns and pairs of rows."""
-    assert p["columns"] == columns and p["piece"] <= WIDEST and p["piece"] % 64 == 0
-    assert 0 < columns - (p["pieces"] - 1) * p["piece"] <= p["piece"]       # none of the pieces is empty
-    assert p["wide"] == (p["piece"] > WIDEST // 2)
-    lanes = 1024 if p["wide"] else 512                                       # columns of a warp
-    assert p["across"] in (1, 2, 4, 8) and p["piece"] <= p["across"] * lanes
-    assert p["across"] == 1 or p["across"] // 2 * lanes < p["piece"]         # no more warps than it takes
-    assert p["pairs"] == (1 if p["wide"] else 16 // p["across"])
-    assert p["pieces"] == 1 or p["pairs"] == 1
-    assert 2 * p["pairs"] * p["piece"] <= HALF
-    assert p["chunks"] * p["pairs"] == pairs and p["dealt"] >= 0
-
-
 @pytest.mark.parametrize("rows", [128, 4224, 131072])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_is_cut_well(model, rows):
     d, ffn, n_q, n_kv, hd = shape = MODELS[model][0]
-    g, products = cut(shape, rows)
-    assert g["scratch"] <= SCRATCH
-    assert g["half"] == HALF and g["slots"] >= 5
-    assert g["shared"] == g["state"] + 2 * g["slots"] * g["half"] <= 232448
-    assert g["groups"] == n_kv and g["groups"] * g["splits"] <= 128    # one unit a multiprocessor, a key read once
-    assert g["groups"] * g["splits"] > 64 or g["splits"] == 32
-    for p in products.values():                                        # few bytes under way, and no slot twice
-        half = 2 * p["pairs"] * p["piece"]
-        assert HALF // 2 < half <= HALF and 1 <= p["open"] < g["slots"]
-        assert 2 * half * p["open"] <= FLIGHT + half
-    assert g["open_tiles"] < g["slots"] and 256 * hd * g["open_tiles"] <= FLIGHT + 128 * hd
-
-
-@pytest.mark.parametrize("shape", [*(model for model, _ in MODELS.values()), *(small for _, small in MODELS.values()),
-                                   *ODD.values(), *((64 * n, 64, 1, 1, 64) for n in (1, 8, 9, 16, 17, 32, 33, 64, 65,
-                                                    127, 128, 129, 255, 256, 257, 300, 1000))], ids=str)
-def test_every_product_is_cut_as_the_kernel_wants_it(shape):
-    d, ffn, n_q, n_kv, hd = shape
-    _, products = cut(shape)
-    check_product(products["qkv"], d, (n_q + 2 * n_kv) * hd // 2)
-    check_product(products["queries"], d, n_q * hd // 2)
-    check_product(products["o"], n_q * hd, d // 2)
-    check_product(products["gate_up"], d, ffn)
-    check_product(products["down"], ffn, d // 2)
-    assert products["qkv"]["pairs"] == products["queries"]["pairs"]
+    word, *numbers = built(shape, rows)
+    assert word == "built"
+    scratch, warps, slot, vector, pieces, groups, units, *chunks, shared = map(int, numbers)
+    assert scratch <= SCRATCH
+    assert all(CHUNK[0] <= chunk <= min(slot, CHUNK[1]) for chunk in chunks)
+    assert warps * slot >= 160 << 10 and shared == STATE + vector + warps * slot <= 232448
+    assert groups * units == 128 and groups == n_kv   # one unit a multiprocessor, a key read once
+    assert 4 * max(d, n_q * hd, -(-ffn // pieces)) <= vector
 
 
 def test_scratch_memory_does_not_grow_with_the_cache():
@@ -133,11 +87,10 @@ def test_scratch_memory_does_not_grow_with_the_cache():
         assert built(shape, 128) == built(shape, 131072)
 
 
-@pytest.mark.parametrize("shape", [(64, 16 * 19200, 1, 1, 64), (19200, 64, 1, 1, 64), (64, 64, 150, 150, 128),
-                                   (16384, 53248, 128, 8, 128), (19264, 192, 4, 2, 64), (128, 16 * 19200 + 64, 4, 2, 64)])
-def test_wide_layers_are_built_in_pieces(shape):
-    assert max(p["pieces"] for p in cut(shape, 131072)[1].values()) == -(-max(shape[0], shape[1], shape[2] * shape[4])
-                                                                         // WIDEST)
+@pytest.mark.parametrize("shape", [(64, 16 * 19200, 1, 1, 64), (19200, 64, 1, 1, 64),
+                                   (64, 64, 150, 150, 128), (16384, 53248, 128, 8, 128)])
+def test_the_largest_that_fits_is_built(shape):
+    assert built(shape, 131072)[0] == "built"
 
 
 # --------------------------------------------------------------------------- what is refused
@@ -153,6 +106,9 @@ BAD = {   # what changes, and what the refusal says of it
     "n_kv 0": (dict(n_kv=0), "n_kv must divide n_q, and is 0"),
     "17 heads": (dict(n_q=17, n_kv=1), "at most 16 query heads may share a KV head, and 17 do"),
     "rows": (dict(rows=0), "max_seq_len must be 1 to 16777216, and is 0"),
+    "wide": (dict(d=19264), "must be at most 19200 on this device, and is 19456"),
+    "many heads": (dict(n_q=304, n_kv=19), "must be at most 19200 on this device, and is 19456"),
+    "tall": (dict(ffn=16 * 19200 + 64), "must be at most 19200 on this device, and is 19456"),
 }
 
 
@@ -175,10 +131,9 @@ def test_a_grid_without_room_is_refused_with_the_numbers():
     shape = MODELS["llama-3-70b"][0]
     status, allocated, text = refusal(shape, 4224, "no-block")
     assert status == 5 and allocated == 0
-    shared = cut(shape, 4224)[0]["shared"]
-    assert text == f"a block of 512 threads and {shared} bytes of shared memory does not fit on a multiprocessor"
+    assert text == "a block of 480 threads and 230912 bytes of shared memory does not fit on a multiprocessor"
     status, _, text = refusal(shape, 4224, "no-grid")
-    assert status == 5 and f"3 blocks of 512 threads and {shared} bytes" in text and "cooperative" in text
+    assert status == 5 and "3 blocks of 480 threads and 230912 bytes" in text and "cooperative" in text
 
 
 # ------------------------------------------------------------------------- on the CPU target

@@ -529,9 +529,9 @@ def test_what_the_library_refuses(submission, chip, monkeypatch):
 
 
 def test_what_the_library_refuses_comes_with_its_rule_and_the_number(submission, chip):
-    many = ref.Shape(d=64, ffn=64, n_q=4160, n_kv=4160, hd=64, prefill=5, max_seq_len=16)
-    with pytest.raises(ValueError, match="cfg: .*n_q must be 1 to 4096, and is 4160"):
-        submission.build_layer(*chip.layer(many))
+    wide = ref.Shape(d=19264, ffn=64, n_q=1, n_kv=1, hd=64, prefill=5, max_seq_len=16)
+    with pytest.raises(ValueError, match="cfg: .*at most 19200 on this device, and is 19456"):
+        submission.build_layer(*chip.layer(wide))
 
 
 BAD_X = {"no tensor": lambda x: x.tolist(), "fp32": lambda x: x.float(), "on the CPU": torch.clone,

@@ -190,7 +190,14 @@ static inline void wait_at_least(const uint32_t *p, uint32_t v)
         cpu_wait_at_least(p, v);
 }
 
+static inline void publish_in_block(uint32_t *p, uint32_t v)
+{
+    cpu_show();
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    cpu_wrote(p);
+}
 static inline void add_in_block(uint32_t *p, uint32_t v) { cpu_add_in_block(p, v); }
+static inline void wait_in_block(const uint32_t *p, uint32_t v) { wait_at_least(p, v); }
 
 /* twin: relaxed values */
 unsigned cpu_below(unsigned n);
@@ -259,7 +266,4 @@ static inline void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]
     for (int i = 0; i < 4; i++)
         c[i] = sum[i];
 }
-
-/* twin: prefetch */
-static inline void prefetch(const void *p) { (void)p; }
 #endif

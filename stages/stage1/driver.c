@@ -858,16 +858,6 @@ static struct stay stay_of_all(const uint64_t *marks, int blocks, int phase)
     return all;
 }
 
-static uint64_t first_mark(const uint64_t *marks, int blocks)
-{
-    uint64_t first = UINT64_MAX;
-    for (int i = 0; i < PHASES; i++) {
-        struct stay s = stay_of_all(marks, blocks, i);
-        if (s.start < first) first = s.start;
-    }
-    return first;
-}
-
 /* driver: write the timeline */
 static const char *told(const char *name)
 {
@@ -902,7 +892,7 @@ static void write_timeline(const uint64_t *marks, int blocks,
     if (!f) die(1, "cannot write %s", new);
     print_provenance(f, p);
     fprintf(f, "sm,phase,start_us,end_us\n");
-    uint64_t zero = first_mark(marks, blocks);
+    uint64_t zero = stay_of_all(marks, blocks, 0).start;
     for (int i = 0; i < PHASES; i++)
         for (int b = 0; b < blocks; b++) {
             struct stay s = stay_of(marks, b, i);
@@ -929,7 +919,7 @@ static double bytes_of(const struct phase *phase)
 
 static void print_phases(const uint64_t *marks, int blocks)
 {
-    uint64_t zero = first_mark(marks, blocks), end = 0;
+    uint64_t zero = stay_of_all(marks, blocks, 0).start, end = 0;
     printf("  phase             MB       us    TB/s\n");
     for (int i = 0; i < PHASES; i++) {
         struct stay s = stay_of_all(marks, blocks, i);

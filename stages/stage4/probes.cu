@@ -142,16 +142,13 @@ DEVICE void mbarrier_wait(uint64_t *b, uint32_t parity)
 {
 #ifdef DEBUG_SPINS
     uint64_t start = spin_ns();
-    while (!mbarrier_try(b, parity))
+#endif
+    while (!mbarrier_try(b, parity)) {
+#ifdef DEBUG_SPINS
         if (spin_ns() - start > SPIN_LIMIT)
             spin_failed("an mbarrier's parity", b, parity, parity ^ 1u);
-#else
-    asm volatile("{\n\t.reg .pred done;\n"
-                 "AGAIN:\n\t"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-                 "@!done bra AGAIN;\n\t}"
-                 ::"r"(shared_address(b)), "r"(parity) : "memory");
 #endif
+    }
 }
 
 /* PTX: bulk copies */

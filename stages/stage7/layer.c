@@ -16,67 +16,35 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
-/* stream: the sizes of the ring */
-enum {
-    HALF = 16384,         /* bytes of half a slot at most, and of one bulk copy */
-    MAX_SLOTS = 6,        /* of two halves */
-    TILE_KEYS = 64,       /* keys of a tile */
-    SUMS = 8,             /* chunks whose sums wait for the epilogue */
-    DELIVERERS = 8,       /* warps that contribute to the sums of a chunk */
-    MORE_SHARED = 0,      /* bytes of shared memory besides */
-};
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { OPEN = 3 };         /* products of a block that are open at a time */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+enum { SHARED_BYTES = 1536 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
-enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES };
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES, NOTHING };
 
 enum {
-    WIDEST = 8192,        /* columns of a product that a block multiplies at once */
-    HEADS = 8,            /* query heads that share a tile */
-    MAX_SPLITS = 32,      /* of the keys of a group */
-    BATCH = 64,           /* pairs whose sums a block keeps */
+    LOADER_WARPS = 8,   /* one for each head of a tile */
+    LOADERS = 32 * LOADER_WARPS,
+    UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
+    HEADS = 8,          /* query heads that share a tile: with lo, the M of 16 */
+    PARTS = 16,         /* pieces of down at most */
+    STRIPE = 256,       /* columns that a warp multiplies at once */
+    LINE = 32,          /* counters are this many words apart: 128 bytes */
 };
 
 /* how the layer is cut into chunks */
-struct product {
-    int32_t columns, piece;    /* of a row, and of one piece of it */
-    int32_t pieces;            /* more than one only where a chunk is one pair */
-    int32_t wide;              /* a lane has 32 columns; else 16 */
-    int32_t across, bits;      /* warps that share a row: 8, or 4, 2, 1; 2^bits */
-    int32_t pairs, chunks;     /* pairs of a chunk; chunks in all */
-    int32_t each, extra;       /* chunks of a block; blocks that have one more */
-    int32_t open;              /* halves of it that a producer has under way at most */
-};
-
 struct geometry {
-    struct product p[PHASES];  /* ATTEND: the chunks of QKV that are queries, dealt */
-    int32_t slots, half;       /* of the ring; bytes of half a slot */
-    int32_t groups, octets;    /* groups: n_kv * octets; octets of heads a KV head */
-    int32_t splits, bits;      /* of each group's keys: 2^bits, 2 to MAX_SPLITS */
-    int32_t open_tiles;        /* halves of tiles under way at most */
+    int64_t slot_bytes, vector_bytes;
+    int32_t warps;             /* consumers, each with a slot */
+    int32_t pairs[PHASES];     /* rows pairs of a chunk, at most; a power of two */
+    int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
+    int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
+    int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
+    int32_t max_units;         /* splits of a group at most, at any length */
 };
-
-/* stream: what the warps of a block share */
-struct pair { float low, high; };   /* sums of the two rows of a pair */
-
-enum {
-    CONSUMERS = 8, ATTENTION = 4,   /* warps */
-    EPILOGUE = CONSUMERS + ATTENTION, PRODUCERS, BLOCK_WARPS = 16,
-    DELIVERED = 16,     /* numbers that the consumers make of each half of a chunk */
-};
-
-struct shared {
-    uint64_t full[2][MAX_SLOTS];    /* mbarriers: the bytes of a half have arrived */
-    uint64_t empty[MAX_SLOTS];      /* a slot has been read */
-    uint64_t delivered[SUMS], taken[SUMS];   /* the sums of a chunk */
-    uint64_t tiles_begin, tiles_over;        /* the run of tiles, in the stream */
-    struct pair sum[SUMS][DELIVERED];   /* [pair of the chunk][warp across] */
-    struct pair batch[BATCH];       /* sums of the pieces so far */
-    float squares[PHASES][CONSUMERS];        /* of the vector of QKV and GATE_UP */
-    float cosine[64], sine[64];     /* of the rotation by pos */
-    float unit_max[ATTENTION][HEADS], unit_weight[ATTENTION][HEADS];
-    float unit_sum[ATTENTION][HEADS][128 + 4] __attribute__((aligned(16)));
-};
-enum { SHARED_BYTES = (sizeof(struct shared) + MORE_SHARED + 127) / 128 * 128 };
 
 struct layer_args {
     /* the tensors of a layer, as kernels see them */
@@ -96,19 +64,20 @@ struct layer_args {
     int32_t n_q, n_kv, hd;
     float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
     struct geometry g;
-    /* what blocks hand to each other */
+    /* scratch memory between the phases */
+    float *roped_q;            /* [n_q * hd] */
+    float *unit_sum;           /* [groups][max_units][HEADS][hd]: sums of p V */
+    float *unit_max;           /* [groups][max_units][HEADS]: largest score */
+    float *unit_weight;        /* [groups][max_units][HEADS]: sum of p */
+    float *attended;           /* [n_q * hd] */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *act;                /* [ffn]: silu(gate) * up */
+    float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
+    /* counters between the blocks */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
-    uint32_t *hints;           /* [number of hints] * LINE: words stored since build */
-    /* words of single precision whose low bits are the epoch */
-    uint32_t *roped_q;         /* [n_q * hd] */
-    uint32_t *new_k, *new_v;   /* [n_kv * hd]: the rows of this step, rounded to bf16 */
-    uint32_t *unit_sum;        /* [groups][splits][HEADS][hd]: sums of p V */
-    uint32_t *unit_max;        /* [groups][splits][HEADS]: largest score, base 2 */
-    uint32_t *unit_weight;     /* [groups][splits][HEADS]: sum of p */
-    uint32_t *attended;        /* [n_q * hd] */
-    uint32_t *x1;              /* [d]: the residual stream after attention */
-    uint32_t *act;             /* [ffn]: silu(gate) * up */
-    int32_t first_hint[6];     /* of each kind; see enum hint */
+    uint32_t *units_done;      /* [groups] * LINE: shares of units since build */
+    uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
     /* timers: the marks */
     #ifdef TIMERS
     uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
@@ -159,53 +128,47 @@ static void *take(char **at, size_t bytes)
 }
 
 /* stream: cut the layer into chunks */
-static void cut_product(struct product *p, int64_t columns, int64_t pairs, int blocks)
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int32_t pairs_of(int64_t slot_bytes, int64_t columns, int64_t divides)
 {
-    p->columns = (int32_t)columns;
-    p->pieces = (int32_t)((columns + WIDEST - 1) / WIDEST);
-    p->piece = (int32_t)((columns + p->pieces * 64 - 1) / (p->pieces * 64) * 64);
-    p->pieces = (int32_t)((columns + p->piece - 1) / p->piece);
-    p->wide = p->piece > WIDEST / 2;
-    p->bits = 3;
-    while (!p->wide && p->bits && p->piece << 1 <= 512 << p->bits) p->bits--;
-    p->across = 1 << p->bits;
-    p->pairs = p->wide ? 1 : 16 / p->across;
-    p->chunks = (int32_t)(pairs / p->pairs);
-    p->each = p->chunks / blocks, p->extra = p->chunks % blocks;
+    int32_t pairs = 4;
+    while (pairs > 1 && (4 * pairs * columns > slot_bytes || divides % pairs))
+        pairs /= 2;
+    return pairs;
 }
 
-static void cut(struct geometry *g, const layer_config *c, int blocks)
+static int32_t chunks_of(int64_t pairs, int32_t pairs_of_chunk)
+{
+    return (int32_t)((pairs + pairs_of_chunk - 1) / pairs_of_chunk);
+}
+
+static void cut(struct geometry *g, const layer_config *c)
 {
     int64_t q = c->n_q * c->hd, rep = c->n_q / c->n_kv;
-    cut_product(g->p + QKV, c->d, (c->n_q + 2 * c->n_kv) * c->hd / 2, blocks);
-    cut_product(g->p + ATTEND, c->d, q / 2, blocks);
-    cut_product(g->p + OUT, q, c->d / 2, blocks);
-    cut_product(g->p + GATE_UP, c->d, c->ffn, blocks);
-    cut_product(g->p + DOWN, c->ffn, c->d / 2, blocks);
+    int64_t widest = larger(larger(c->d, q), (c->ffn / 64 + PARTS - 1) / PARTS * 64);
+    g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
+    g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
+    g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
+    g->vector_bytes = larger(4 * ((widest + STRIPE - 1) / STRIPE * STRIPE),
+                             4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
     g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
     g->groups = (int32_t)c->n_kv * g->octets;
-    for (g->bits = 5; g->bits > 1 && g->groups << g->bits > 128;) g->bits--;
-    g->splits = 1 << g->bits;
-}
-
-enum { IN_FLIGHT = 65536 };   /* bytes of both producers */
-
-static int32_t open_halves(int64_t bytes, int32_t slots)   /* of so many bytes, each */
-{
-    int64_t most = IN_FLIGHT / 2 / bytes;
-    if (most > slots - 1) most = slots - 1;
-    return (int32_t)(most < 1 ? 1 : most);
-}
-
-/* stream: the bytes of half a slot */
-static int32_t half_bytes(const layer *l) { (void)l; return HALF; }
-
-static void limit_flight(layer *l)
-{
-    struct geometry *g = &l->args.g;
-    for (int p = QKV; p < PHASES; p++)
-        g->p[p].open = open_halves(2 * g->p[p].pairs * g->p[p].piece, g->slots);
-    g->open_tiles = open_halves(2 * TILE_KEYS * l->c.hd, g->slots);
+    g->max_units = g->groups < 128 ? 128 / g->groups : 1;
+    /* count the pairs and chunks of each product */
+    int64_t columns[PHASES] = { [QKV] = c->d, [OUT] = q, [GATE_UP] = c->d,
+                                [DOWN] = g->piece };
+    g->slot_bytes = 4 * TILE_KEYS * c->hd;
+    for (int p = QKV; p < PHASES; p++) {
+        if (p == ATTEND) continue;
+        g->pairs[p] = pairs_of(32768, columns[p], p == QKV ? c->hd / 2 : 4);
+        g->slot_bytes = larger(g->slot_bytes, 4 * g->pairs[p] * columns[p]);
+    }
+    /* count the chunks of each product */
+    g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
+    g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
+    g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
+    g->chunks[DOWN] = chunks_of(c->d / 2, g->pairs[DOWN]);
 }
 
 /* stream: see whether the layer fits */
@@ -217,15 +180,15 @@ static int share_out(layer *l)   /* the shared memory of a block */
     const void *kernel = (const void *)whole_layer;
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
-    a->g.half = half_bytes(l);
-    int32_t slots = (most - (int32_t)SHARED_BYTES) / (2 * a->g.half);
-    a->g.slots = slots < MAX_SLOTS ? slots : MAX_SLOTS;
+    int64_t slots = (most - SHARED_BYTES - a->g.vector_bytes) / a->g.slot_bytes;
     if (slots < 2)
-        return refused(LAYER_BAD_DEVICE, "a block needs %d bytes of shared memory, and may "
-                       "have %d", (int)SHARED_BYTES + 4 * a->g.half, most);
-    l->shared = (size_t)(SHARED_BYTES + a->g.slots * 2 * a->g.half);
-    l->threads = 32 * BLOCK_WARPS;
-    limit_flight(l);
+        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d, in whole "
+                       "%ds, must be at most %d on this device, and is %lld", PARTS,
+                       STRIPE, (most - SHARED_BYTES) / 12 / STRIPE * STRIPE,
+                       (long long)a->g.vector_bytes / 4);
+    a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
+    l->shared = (size_t)(SHARED_BYTES + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
+    l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
         || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
                                                          (int)l->threads, l->shared))
@@ -249,48 +212,33 @@ static int read_environment(layer *l)
 
 static int fit(layer *l)
 {
-    struct layer_args *a = &l->args;
     int bad = read_environment(l);
     if (bad) return bad;
-    /* name the tensors to the kernel */
-    a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;
-    a->q = l->w.q, a->k = l->w.k, a->v = l->w.v, a->o = l->w.o;
-    a->gate = l->w.gate, a->up = l->w.up, a->down = l->w.down;
-    a->k_cache = l->k_cache, a->v_cache = l->v_cache;
-    a->d = l->c.d, a->ffn = l->c.ffn, a->hd = (int32_t)l->c.hd;
-    a->n_q = (int32_t)l->c.n_q, a->n_kv = (int32_t)l->c.n_kv;
-    a->eps = (float)l->c.eps;
-    a->score_scale = (float)(1 / sqrt((double)l->c.hd));
-    cut(&a->g, &l->c, l->blocks);
+    cut(&l->args.g, &l->c);
     return share_out(l);
 }
 
 /* stream: divide the scratch memory */
-static int32_t slices(int64_t columns) { return (int32_t)((columns + 1023) / 1024); }
-
-static int32_t number_hints(struct layer_args *a)
-{
-    int32_t n = 0, kinds[] = { a->n_kv, a->n_q, a->g.groups, slices(a->n_q * a->hd),
-                               slices(a->d), slices(a->ffn) };   /* as in enum hint */
-    for (int i = 0; i < 6; i++) a->first_hint[i] = n, n += kinds[i];
-    return n;
-}
-
 static char *divide_scratch(layer *l, char *at)
 {
     struct layer_args *a = &l->args;
-    size_t u = sizeof(uint32_t), q = (size_t)(a->n_q * a->hd) * u;
-    size_t kv = (size_t)(a->n_kv * a->hd) * u;
-    size_t units = (size_t)(a->g.groups * a->g.splits) * HEADS * u;
+    struct geometry *g = &a->g;
+    size_t q = (size_t)(l->c.n_q * l->c.hd), f = sizeof(float), u = sizeof(uint32_t);
+    size_t units = (size_t)g->groups * (size_t)g->max_units * HEADS;
     l->status = a->status = take(&at, u);
+    a->done = take(&at, (size_t)PHASES * PARTS * LINE * u);
     a->launches = take(&at, (size_t)l->blocks * u);
-    a->hints = take(&at, (size_t)number_hints(a) * 128);
-    a->turn = take(&at, (size_t)a->hd / 2 * sizeof(double));
-    a->roped_q = take(&at, q), a->attended = take(&at, q);
-    a->new_k = take(&at, kv), a->new_v = take(&at, kv);
-    a->unit_sum = take(&at, units * (size_t)a->hd);
-    a->unit_max = take(&at, units), a->unit_weight = take(&at, units);
-    a->x1 = take(&at, (size_t)a->d * u), a->act = take(&at, (size_t)a->ffn * u);
+    a->units_done = take(&at, (size_t)g->groups * LINE * u);
+    a->pieces_done = take(&at, (size_t)l->blocks * MAX_WARPS * u);
+    a->turn = take(&at, (size_t)l->c.hd / 2 * sizeof(double));
+    a->roped_q = take(&at, q * f);
+    a->unit_sum = take(&at, units * (size_t)l->c.hd * f);
+    a->unit_max = take(&at, units * f);
+    a->unit_weight = take(&at, units * f);
+    a->attended = take(&at, q * f);
+    a->x1 = take(&at, (size_t)l->c.d * f);
+    a->act = take(&at, (size_t)l->c.ffn * f);
+    a->piece_sum = take(&at, (size_t)g->pieces * (size_t)l->c.d * f);
     /* timers: room for the marks */
     #ifdef TIMERS
     a->marks = take(&at, (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t));
@@ -391,6 +339,15 @@ static int choose_launch(layer *l)   /* after the trial */
 static int prepare(layer *l)
 {
     struct layer_args *a = &l->args;
+    /* name the tensors to the kernel */
+    a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;
+    a->q = l->w.q, a->k = l->w.k, a->v = l->w.v, a->o = l->w.o;
+    a->gate = l->w.gate, a->up = l->w.up, a->down = l->w.down;
+    a->k_cache = l->k_cache, a->v_cache = l->v_cache;
+    a->d = l->c.d, a->ffn = l->c.ffn, a->hd = (int32_t)l->c.hd;
+    a->n_q = (int32_t)l->c.n_q, a->n_kv = (int32_t)l->c.n_kv;
+    a->eps = (float)l->c.eps;
+    a->score_scale = (float)(1 / sqrt((double)l->c.hd));
     /* send the RoPE angles to the device */
     double turn[64];
     for (int i = 0; i < a->hd / 2; i++)

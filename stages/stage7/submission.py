@@ -138,7 +138,32 @@ DEVICE void named_barrier_arrive(int id, int threads)
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* PTX: relaxed values */
+/* PTX: atomics */
+DEVICE uint32_t atomic_add_relaxed(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+DEVICE uint32_t atomic_add_release(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v)
+{
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+/* PTX: loads and stores with an order */
 /* PTX: one word, relaxed */
 #ifndef RELAXED_WORD
 #define RELAXED_WORD 4 // bytes
@@ -155,51 +180,86 @@ DEVICE void store_relaxed(uint32_t *p, uint32_t v)
 }
 #endif
 
-DEVICE bits128 load_relaxed_4(const uint32_t *p)
+DEVICE uint32_t load_acquire(const uint32_t *p)
 {
-    bits128 x;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
-                 : "l"(p) : "memory");
-    return x;
-}
-DEVICE void store_relaxed_4(uint32_t *p, bits128 x)
-{
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};"
-                 ::"l"(p), "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3])
-                 : "memory");
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(v) : "l"(p) : "memory");
+    return v;
 }
 
-enum { HINT_POLLS = 4096 };
-DEVICE void count_relaxed(uint32_t *p, uint32_t n)
+DEVICE void store_release(uint32_t *p, uint32_t v)
 {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;"
-                 ::"l"(p), "r"(n) : "memory");
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-DEVICE void wait_hint(const uint32_t *p, uint32_t v)
+DEVICE void fence_gpu(void)
 {
-    for (int i = 0; i < HINT_POLLS && (int32_t)(load_relaxed(p) - v) < 0; i++)
-        ;
-}
-DEVICE void retry_values(const uint32_t *p) { (void)p; } // p has no proof yet
-
-/* PTX: prefetch */
-DEVICE void prefetch(const void *p)
-{
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
-/* PTX: registers of a warpgroup */
-#if defined __CUDA_ARCH_FEAT_SM90_ALL || defined __CUDA_ARCH_SPECIFIC__ || \
-    defined __CUDA_ARCH_FAMILY_SPECIFIC__
-#define SHRINK_REGISTERS(n) \
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n))
-#define GROW_REGISTERS(n) \
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n))
-#else
-#define SHRINK_REGISTERS(n) ((void)0)
-#define GROW_REGISTERS(n) ((void)0)
+/* PTX: wait until a counter has come far enough */
+#ifdef DEBUG_SPINS
+/* PTX: spins that end */
+#ifndef SPIN_LIMIT
+#define SPIN_LIMIT 2000000000ull // ns
+#include <stdio.h>
+DEVICE uint64_t spin_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __noinline__ void spin_failed(const char *what, const void *p,
+                                                uint32_t wanted, uint32_t found)
+{
+    printf("block %u thread %u waits for %s at %p: wanted %u, found %u\n",
+           blockIdx.x, threadIdx.x, what, p, wanted, found);
+    asm volatile("trap;");
+}
 #endif
+#endif
+DEVICE void wait_at_least(const uint32_t *p, uint32_t v)
+{
+#ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+#endif
+    while ((int32_t)(load_acquire(p) - v) < 0) {
+#ifdef DEBUG_SPINS
+        if (spin_ns() - start > SPIN_LIMIT)
+            spin_failed("a counter", p, v, load_relaxed(p));
+#endif
+    }
+}
+
+/* PTX: counters within a block */
+DEVICE void publish_in_block(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;"
+                 ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+DEVICE void add_in_block(uint32_t *p, uint32_t v)
+{
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;"
+                 ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+DEVICE void wait_in_block(const uint32_t *p, uint32_t v)
+{
+    uint32_t seen;
+    /* PTX: start the clock of a bounded spin */
+    #ifdef DEBUG_SPINS
+    uint64_t start = spin_ns();
+    #endif
+    do {
+        asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+                     : "=r"(seen) : "r"(shared_address(p)) : "memory");
+        /* PTX: give up a spin that takes too long */
+        #ifdef DEBUG_SPINS
+        if ((int32_t)(seen - v) < 0 && spin_ns() - start > SPIN_LIMIT)
+            spin_failed("a counter of the block", p, v, seen);
+        #endif
+    } while ((int32_t)(seen - v) < 0);
+}
 
 /* PTX: mbarriers */
 #ifdef DEBUG_SPINS
@@ -261,16 +321,13 @@ DEVICE void mbarrier_wait(uint64_t *b, uint32_t parity)
 {
 #ifdef DEBUG_SPINS
     uint64_t start = spin_ns();
-    while (!mbarrier_try(b, parity))
+#endif
+    while (!mbarrier_try(b, parity)) {
+#ifdef DEBUG_SPINS
         if (spin_ns() - start > SPIN_LIMIT)
             spin_failed("an mbarrier's parity", b, parity, parity ^ 1u);
-#else
-    asm volatile("{\n\t.reg .pred done;\n"
-                 "AGAIN:\n\t"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-                 "@!done bra AGAIN;\n\t}"
-                 ::"r"(shared_address(b)), "r"(parity) : "memory");
 #endif
+    }
 }
 
 /* PTX: bulk copies */
@@ -357,67 +414,35 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
-/* stream: the sizes of the ring */
-enum {
-    HALF = 16384,         /* bytes of half a slot at most, and of one bulk copy */
-    MAX_SLOTS = 6,        /* of two halves */
-    TILE_KEYS = 64,       /* keys of a tile */
-    SUMS = 8,             /* chunks whose sums wait for the epilogue */
-    DELIVERERS = 8,       /* warps that contribute to the sums of a chunk */
-    MORE_SHARED = 0,      /* bytes of shared memory besides */
-};
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { OPEN = 3 };         /* products of a block that are open at a time */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+enum { SHARED_BYTES = 1536 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
-enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES };
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES, NOTHING };
 
 enum {
-    WIDEST = 8192,        /* columns of a product that a block multiplies at once */
-    HEADS = 8,            /* query heads that share a tile */
-    MAX_SPLITS = 32,      /* of the keys of a group */
-    BATCH = 64,           /* pairs whose sums a block keeps */
+    LOADER_WARPS = 8,   /* one for each head of a tile */
+    LOADERS = 32 * LOADER_WARPS,
+    UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
+    HEADS = 8,          /* query heads that share a tile: with lo, the M of 16 */
+    PARTS = 16,         /* pieces of down at most */
+    STRIPE = 256,       /* columns that a warp multiplies at once */
+    LINE = 32,          /* counters are this many words apart: 128 bytes */
 };
 
 /* how the layer is cut into chunks */
-struct product {
-    int32_t columns, piece;    /* of a row, and of one piece of it */
-    int32_t pieces;            /* more than one only where a chunk is one pair */
-    int32_t wide;              /* a lane has 32 columns; else 16 */
-    int32_t across, bits;      /* warps that share a row: 8, or 4, 2, 1; 2^bits */
-    int32_t pairs, chunks;     /* pairs of a chunk; chunks in all */
-    int32_t each, extra;       /* chunks of a block; blocks that have one more */
-    int32_t open;              /* halves of it that a producer has under way at most */
-};
-
 struct geometry {
-    struct product p[PHASES];  /* ATTEND: the chunks of QKV that are queries, dealt */
-    int32_t slots, half;       /* of the ring; bytes of half a slot */
-    int32_t groups, octets;    /* groups: n_kv * octets; octets of heads a KV head */
-    int32_t splits, bits;      /* of each group's keys: 2^bits, 2 to MAX_SPLITS */
-    int32_t open_tiles;        /* halves of tiles under way at most */
+    int64_t slot_bytes, vector_bytes;
+    int32_t warps;             /* consumers, each with a slot */
+    int32_t pairs[PHASES];     /* rows pairs of a chunk, at most; a power of two */
+    int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
+    int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
+    int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
+    int32_t max_units;         /* splits of a group at most, at any length */
 };
-
-/* stream: what the warps of a block share */
-struct pair { float low, high; };   /* sums of the two rows of a pair */
-
-enum {
-    CONSUMERS = 8, ATTENTION = 4,   /* warps */
-    EPILOGUE = CONSUMERS + ATTENTION, PRODUCERS, BLOCK_WARPS = 16,
-    DELIVERED = 16,     /* numbers that the consumers make of each half of a chunk */
-};
-
-struct shared {
-    uint64_t full[2][MAX_SLOTS];    /* mbarriers: the bytes of a half have arrived */
-    uint64_t empty[MAX_SLOTS];      /* a slot has been read */
-    uint64_t delivered[SUMS], taken[SUMS];   /* the sums of a chunk */
-    uint64_t tiles_begin, tiles_over;        /* the run of tiles, in the stream */
-    struct pair sum[SUMS][DELIVERED];   /* [pair of the chunk][warp across] */
-    struct pair batch[BATCH];       /* sums of the pieces so far */
-    float squares[PHASES][CONSUMERS];        /* of the vector of QKV and GATE_UP */
-    float cosine[64], sine[64];     /* of the rotation by pos */
-    float unit_max[ATTENTION][HEADS], unit_weight[ATTENTION][HEADS];
-    float unit_sum[ATTENTION][HEADS][128 + 4] __attribute__((aligned(16)));
-};
-enum { SHARED_BYTES = (sizeof(struct shared) + MORE_SHARED + 127) / 128 * 128 };
 
 struct layer_args {
     /* the tensors of a layer, as kernels see them */
@@ -437,19 +462,20 @@ struct layer_args {
     int32_t n_q, n_kv, hd;
     float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
     struct geometry g;
-    /* what blocks hand to each other */
+    /* scratch memory between the phases */
+    float *roped_q;            /* [n_q * hd] */
+    float *unit_sum;           /* [groups][max_units][HEADS][hd]: sums of p V */
+    float *unit_max;           /* [groups][max_units][HEADS]: largest score */
+    float *unit_weight;        /* [groups][max_units][HEADS]: sum of p */
+    float *attended;           /* [n_q * hd] */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *act;                /* [ffn]: silu(gate) * up */
+    float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
+    /* counters between the blocks */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
-    uint32_t *hints;           /* [number of hints] * LINE: words stored since build */
-    /* words of single precision whose low bits are the epoch */
-    uint32_t *roped_q;         /* [n_q * hd] */
-    uint32_t *new_k, *new_v;   /* [n_kv * hd]: the rows of this step, rounded to bf16 */
-    uint32_t *unit_sum;        /* [groups][splits][HEADS][hd]: sums of p V */
-    uint32_t *unit_max;        /* [groups][splits][HEADS]: largest score, base 2 */
-    uint32_t *unit_weight;     /* [groups][splits][HEADS]: sum of p */
-    uint32_t *attended;        /* [n_q * hd] */
-    uint32_t *x1;              /* [d]: the residual stream after attention */
-    uint32_t *act;             /* [ffn]: silu(gate) * up */
-    int32_t first_hint[6];     /* of each kind; see enum hint */
+    uint32_t *units_done;      /* [groups] * LINE: shares of units since build */
+    uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
     /* timers: the marks */
     #ifdef TIMERS
     uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
@@ -490,1132 +516,1026 @@ DEVICE int64_t position(struct position p)
     return pos >= 0 && pos < p.rows ? pos : -1;
 }
 
-/* stream: who does what */
-DEVICE int rank_of_block(const struct layer_args *a, int phase)
-{
-    int rank = (int)blockIdx.x;
-    if (phase != GATE_UP) rank -= (int)gridDim.x - a->g.p[phase].extra;
-    return rank < 0 ? rank + (int)gridDim.x : rank;
-}
-
-DEVICE int chunks_of_block(const struct layer_args *a, int phase)
-{
-    const struct product *p = a->g.p + phase;
-    return p->each + (rank_of_block(a, phase) < p->extra);
-}
-
-struct deal { int first, step; };   /* from one chunk of this block to the next */
-
-DEVICE struct deal deal_of(const struct layer_args *a, int phase)
-{
-    const struct product *p = a->g.p + phase;
-    int rank = rank_of_block(a, phase), more = rank < p->extra ? rank : p->extra;
-    struct deal around = { rank, (int)gridDim.x }, run = { rank * p->each + more, 1 };
-    return phase == OUT || phase == DOWN ? run : around;
-}
-
-DEVICE int batch_end(const struct product *p, int start, int to)
-{
-    return p->pieces > 1 && to - start > BATCH ? start + BATCH : to;
-}
-
-DEVICE int piece_width(const struct product *p, int piece)
-{
-    int left = p->columns - piece * p->piece;
-    return left < p->piece ? left : p->piece;
-}
-
-/* 0: a query, 1: a key, 2: a value; i < hd / 2 */
-struct place { int kind, head, i; };
-
-DEVICE struct place place_of(const struct layer_args *a, int pair)
-{
-    int bits = a->hd == 128 ? 6 : 5, head = pair >> bits;
-    struct place at = { 0, head, pair & ((1 << bits) - 1) };
-    if (head >= a->n_q) at.kind = 1, at.head -= a->n_q;
-    if (at.kind && at.head >= a->n_kv) at.kind = 2, at.head -= a->n_kv;
-    return at;
-}
-
-/* tiles of a group's old keys; units of this block */
-struct span { int tiles, units; };
-
-DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
-{
-    int units = a->g.splits * a->g.groups, b = (int)blockIdx.x, blocks = (int)gridDim.x;
-    struct span n = { (int)((pos + TILE_KEYS - 1) / TILE_KEYS),
-                      b < units ? (units - b - 1) / blocks + 1 : 0 };
-    return n;
-}
-
-DEVICE int first_tile(const struct layer_args *a, struct span n, int split)
-{
-    /* split may be splits: the end */
-    return (int)((int64_t)n.tiles * split >> a->g.bits);
-}
-
-DEVICE int chunks_before_tiles(const struct layer_args *a)   /* of this block, in QKV */
-{
-    const struct product *queries = a->g.p + ATTEND;
-    int chunks = chunks_of_block(a, QKV);
-    int mine = queries->each + (rank_of_block(a, QKV) < queries->extra);
-    return queries->pieces > 1 || mine + 3 > chunks ? chunks : mine + 3;
-}
-
-DEVICE int unit_of(int u) { return (int)(blockIdx.x + u * gridDim.x); }
-
-DEVICE int tiles_of_block(const struct layer_args *a, struct span n)
-{
-    int tiles = 0;
-    for (int u = 0; u < n.units; u++) {
-        int split = unit_of(u) / a->g.groups;
-        tiles += first_tile(a, n, split + 1) - first_tile(a, n, split);
-    }
-    return tiles;
-}
-
-DEVICE int first_head(const struct layer_args *a, int group)
-{
-    return group / a->g.octets * (a->n_q / a->n_kv) + group % a->g.octets * HEADS;
-}
-
-DEVICE int heads_of(const struct layer_args *a, int group)
-{
-    int left = a->n_q / a->n_kv - group % a->g.octets * HEADS;
-    return left < HEADS ? left : HEADS;
-}
-
-struct leg { int phase, from, to; };   /* chunks of this block */
-
-DEVICE struct leg leg_of(const struct layer_args *a, int number)
-{
-    int phase = number == ATTEND ? QKV : number, chunks = chunks_of_block(a, phase);
-    struct leg l = { phase, 0, chunks };
-    if (number == QKV) l.to = chunks_before_tiles(a);
-    if (number == ATTEND) l.from = chunks_before_tiles(a);
-    return l;
-}
-
 /* stream: shared memory */
+struct tag {
+    int32_t phase, part;   /* part: group of ATTEND, piece of GATE_UP and DOWN */
+    int32_t item;          /* the tile within the unit, or the chunk */
+    int32_t vector;        /* that a product needs; of ATTEND: the count before it */
+    int32_t last;          /* of this warp in this phase and piece */
+    int32_t tile;          /* of ATTEND: its number among all tiles of the group */
+};
+
+struct shared {
+    uint64_t full[MAX_WARPS];      /* mbarriers: a slot's bytes have arrived */
+    uint64_t empty[2][MAX_WARPS];  /* a slot is given back, in even laps and in odd */
+    uint64_t placed[DOWN + PARTS]; /* the vector of a product is in place */
+    uint64_t tiles[UNIT_TILES];    /* the tile in this place is summed */
+    struct tag tag[MAX_WARPS];     /* what each slot holds */
+    uint32_t queries;              /* queries put in place so far, or places merged */
+    uint32_t gated;                /* chunks of gate and up that are multiplied */
+    float scale;                   /* of the vector in place */
+    float sums[LOADER_WARPS];
+    float tile_max[UNIT_TILES][HEADS], tile_weight[UNIT_TILES][HEADS];
+    struct layer_args args;        /* a copy of the kernel's argument */
+};
+enum { SHARED_FITS = 1 / (sizeof(struct shared) <= SHARED_BYTES) };
+
+DEVICE void give_back(struct shared *s, int w, uint32_t lap)
+{
+    mbarrier_arrive(s->empty[lap % 2] + w);
+}
+
+DEVICE void wait_until_given_back(struct shared *s, int w, uint32_t lap)
+{
+    mbarrier_wait(s->empty[lap % 2] + w, lap / 2 % 2);
+}
+
 DEVICE struct shared *block_state(void)
 {
     return (struct shared *)shared_memory();
 }
 
-DEVICE char *slot_half(const struct layer_args *a, int slot, int half)
+DEVICE char *vector_area(void) { return shared_memory() + SHARED_BYTES; }
+
+DEVICE char *slot(const struct layer_args *a, int w)
 {
-    return shared_memory() + SHARED_BYTES + (2 * slot + half) * a->g.half;
+    return vector_area() + a->g.vector_bytes + w * a->g.slot_bytes;
 }
 
+DEVICE float *tile_sums(const struct layer_args *a, int tile)   /* [HEADS][hd] */
+{
+    return (float *)vector_area() + tile * HEADS * a->hd;
+}
+
+DEVICE uint16_t *unit_queries(const struct layer_args *a)  /* hi, lo: [HEADS][hd] */
+{
+    return (uint16_t *)tile_sums(a, UNIT_TILES);
+}
+
+/* stream: who does what */
+DEVICE int first_chunk(const struct layer_args *a, int phase)   /* of this block */
+{
+    int before = 0, blocks = (int)gridDim.x;
+    for (int p = QKV; p < phase; p++) before += p == ATTEND ? 0 : a->g.chunks[p];
+    return (int)(blockIdx.x + blocks - before % blocks) % blocks;
+}
+
+struct span { int units, tiles; };    /* of each group, at this position */
+
+DEVICE struct span span_at(const struct layer_args *a, int64_t pos)
+{
+    struct span n;
+    n.tiles = (int)(pos / TILE_KEYS) + 1;
+    n.units = n.tiles < a->g.max_units ? n.tiles : a->g.max_units;
+    return n;
+}
+
+DEVICE int first_tile(struct span n, int unit)   /* unit may be n.units: the end */
+{
+    return (int)((int64_t)n.tiles * unit / n.units);
+}
+
+DEVICE int units_of_block(const struct layer_args *a, struct span n)
+{
+    int units = n.units * a->g.groups, b = (int)blockIdx.x;
+    return b < units ? (units - b - 1) / (int)gridDim.x + 1 : 0;
+}
+
+struct share { int team, teams, first_piece; };   /* no team: first_piece = pieces */
+
+DEVICE struct share share_of_down(const struct layer_args *a)
+{
+    int blocks = (int)gridDim.x, b = (int)blockIdx.x, pieces = a->g.pieces;
+    struct share s = { 0, 1, b };
+    if (blocks < pieces) return s;
+    s.teams = blocks / pieces;
+    s.team = b / pieces;
+    s.first_piece = s.team < s.teams ? b % pieces : pieces;
+    return s;
+}
+
+DEVICE int queries_of_tile(int item)   /* after those of its unit */
+{
+    return item < UNIT_TILES ? 0 : item - UNIT_TILES + 1;
+}
+
+DEVICE int chunks_of_block(const struct layer_args *a, int phase)
+{
+    int left = a->g.chunks[phase] - first_chunk(a, phase), step = (int)gridDim.x;
+    return left > 0 ? (left - 1) / step + 1 : 0;
+}
+
+/* stream: small helpers */
 DEVICE int lane_id(void) { return (int)threadIdx.x % 32; }
-DEVICE int any_lane(uint32_t bits) { return ballot((int)bits) != 0; }
 
-struct turn { int slot; uint32_t odd; };   /* odd: the lap */
-
-DEVICE void next_turn(struct turn *t, int slots)
+DEVICE int loader_thread(const struct layer_args *a)
 {
-    if (++t->slot == slots) t->slot = 0, t->odd ^= 1;
+    return (int)threadIdx.x - 32 * a->g.warps;
 }
 
-DEVICE void skip_turns(struct turn *t, int slots, int by)
+DEVICE float base_of(float max)   /* what scores are reduced by; see below */
 {
-    t->odd ^= (uint32_t)((t->slot + by) / slots) & 1;
-    t->slot = (t->slot + by) % slots;
+    return max == -INFINITY ? 0 : max;
 }
 
-DEVICE void prepare_barriers(struct shared *s, int slots)
+DEVICE void loaders_meet(void) { named_barrier_sync(1, LOADERS); }
+
+struct pair { float low, high; };   /* sums of the two rows of a pair */
+
+DEVICE uint32_t *counter(const struct layer_args *a, int phase, int part)
 {
-    for (int i = 0; i < slots; i++) {
-        mbarrier_init(s->full[0] + i, 1), mbarrier_init(s->full[1] + i, 1);
-        mbarrier_init(s->empty + i, CONSUMERS);
-    }
-    for (int i = 0; i < SUMS; i++) {
-        mbarrier_init(s->delivered + i, DELIVERERS);
-        mbarrier_init(s->taken + i, 1);
-    }
-    mbarrier_init(&s->tiles_begin, 2);
-    mbarrier_init(&s->tiles_over, 2);
-    mbarrier_init_fence();
+    return a->done + (phase * PARTS + part) * LINE;
 }
 
-enum { READY = 1, UNITS = 2 };   /* named barriers */
-enum { READY_THREADS = 32 * BLOCK_WARPS };
-
-DEVICE void wait_until_ready(void)
-{
-    named_barrier_sync(READY, READY_THREADS);
-    wait_for_prerequisites();
-}
-
-/* stream: values that carry their step */
-#define LOG2_E 1.44269504088896341f
-enum { EPOCH_BITS = 15, LINE = 32, SLICE = 1024 };   /* LINE: words in 128 bytes */
-
-DEVICE uint32_t tagged(float value, uint32_t epoch)
-{
-    uint32_t bits = value == value ? f32_bits(value) : 0x7fc00000u;
-    return (bits & ~(uint32_t)EPOCH_BITS) | (epoch & EPOCH_BITS);
-}
-
-DEVICE float value_of(uint32_t word) { return bits_f32(word & ~(uint32_t)EPOCH_BITS); }
-
-DEVICE uint32_t stale(uint32_t word,
-                      uint32_t epoch) { return (word ^ epoch) & EPOCH_BITS; }
-
-DEVICE uint32_t any_stale(bits128 w, uint32_t epoch)
-{
-    return stale(w.v[0], epoch) | stale(w.v[1], epoch) | stale(w.v[2], epoch)
-         | stale(w.v[3], epoch);
-}
-
-enum hint { HINT_ROW, HINT_Q, HINT_UNITS, HINT_ATTENDED, HINT_X1, HINT_ACT, HINTS };
-
-DEVICE uint32_t *hint_of(const struct layer_args *a, enum hint kind, int64_t i)
-{
-    return a->hints + (a->first_hint[kind] + i) * LINE;
-}
-
-DEVICE void wait_for_slices(const struct layer_args *a, enum hint kind, int64_t from,
-                            int64_t to, int64_t columns, uint32_t epoch)
-{
-    for (int64_t i = from / SLICE; i * SLICE < to; i++) {
-        int64_t left = columns - i * SLICE;
-        uint32_t words = (uint32_t)(left < SLICE ? left : SLICE);
-        if (lane_id() == 0) wait_hint(hint_of(a, kind, i), epoch * words);
-    }
-    __syncwarp();
-}
-
-/* stream: fill the ring */
-struct producer {
-    uint64_t policy;
-    int half;               /* 0: low rows and keys; 1: high rows and values */
-    struct turn next;       /* the slot to fill */
-    struct turn oldest;     /* the first that may still be under way */
-    int open, most;         /* halves under way; allowed to be */
-};
-
-DEVICE void wait_for_oldest(struct shared *s, struct producer *p, int slots)
-{
-    mbarrier_wait(s->full[p->half] + p->oldest.slot, p->oldest.odd);
-    next_turn(&p->oldest, slots);
-    p->open--;
-}
-
-DEVICE void wait_for_room(struct shared *s, const struct producer *p)
-{
-    mbarrier_wait(s->empty + p->next.slot, p->next.odd ^ 1);
-}
-
-DEVICE void fetch(const struct layer_args *a, struct shared *s, struct producer *p,
-                  const void *from, uint32_t bytes)
-{
-    uint64_t *full = s->full[p->half] + p->next.slot;
-    wait_for_room(s, p);
-    while (p->open >= p->most) wait_for_oldest(s, p, a->g.slots);
-    mbarrier_expect(full, bytes);
-    bulk_load(slot_half(a, p->next.slot, p->half), from, bytes, full, p->policy);
-    next_turn(&p->next, a->g.slots);
-    p->open++;
-}
-
-/* stream: where rows lie */
-/* from chunk to chunk */
-struct rows { const char *at; int64_t stride; uint32_t bytes; };
-
-DEVICE const uint16_t *projection_rows(const struct layer_args *a, int pair, int half)
-{
-    struct place at = place_of(a, pair);
-    const uint16_t *w = at.kind == 0 ? a->q : at.kind == 1 ? a->k : a->v;
-    return w + ((int64_t)at.head * a->hd + at.i + half * (a->hd / 2)) * a->d;
-}
-
-DEVICE struct rows rows_of(const struct layer_args *a, int phase, int piece, int c,
-                           int half)
-{
-    const struct product *m = a->g.p + phase;
-    int64_t step = (int64_t)m->pairs * m->columns, several = phase == GATE_UP ? 1 : 2;
-    const uint16_t *w = phase == OUT ? a->o : phase == DOWN ? a->down : half ? a->up
-        : a->gate;
-    if (phase == QKV) w = projection_rows(a, c * m->pairs, half);
-    else w += (several * c + (phase == GATE_UP ? 0 : half)) * step;
-    struct rows r = { (const char *)(w + (int64_t)piece * m->piece),
-                      2 * several * deal_of(a, phase).step * step,
-                      (uint32_t)(2 * m->pairs * piece_width(m, piece)) };
-    return r;
-}
-
-DEVICE void produce_piece(const struct layer_args *a, struct shared *s,
-                          struct producer *p,
-                          /* chunks i to end - 1 */
-                          int phase, int piece, int i, int end)
-{
-    struct deal d = deal_of(a, phase);
-    int c = d.first + i * d.step;
-    struct rows r = rows_of(a, phase, piece, c, p->half);
-    p->most = a->g.p[phase].open;
-    UNROLL(1)
-    for (; i < end; i++, c += d.step, r.at += r.stride) {
-        if (phase == QKV) r = rows_of(a, QKV, piece, c, p->half);
-        fetch(a, s, p, r.at, r.bytes);
-    }
-}
-
-/* stream: the producers */
-DEVICE void produce_unit(const struct layer_args *a, struct shared *s,
-                         struct producer *p,
-                         struct span n, int64_t pos, int unit)
-{
-    int kv = unit % a->g.groups / a->g.octets, split = unit / a->g.groups;
-    int tile = first_tile(a, n, split), end = first_tile(a, n, split + 1);
-    int64_t at = (kv * a->pos.rows + (int64_t)tile * TILE_KEYS) * a->hd;
-    const uint16_t *from = (p->half ? a->v_cache : a->k_cache) + at;
-    UNROLL(1)
-    for (; tile < end; tile++, from += TILE_KEYS * a->hd) {
-        int64_t left = pos - (int64_t)tile * TILE_KEYS;
-        uint32_t keys = left < TILE_KEYS ? (uint32_t)left : TILE_KEYS;
-        fetch(a, s, p, from, 2 * keys * (uint32_t)a->hd);
-    }
-}
-
-DEVICE void produce_tiles(const struct layer_args *a, struct shared *s,
-                          struct producer *p, int64_t pos)
-{
-    struct span n = span_at(a, pos);
-    if (!n.units) return;
-    wait_for_prerequisites();   /* the rows of earlier steps */
-    p->most = a->g.open_tiles;
-    wait_for_room(s, p);
-    mbarrier_arrive(&s->tiles_begin);
-    for (int u = 0; u < n.units; u++) produce_unit(a, s, p, n, pos, unit_of(u));
-    wait_for_room(s, p);
-    mbarrier_arrive(&s->tiles_over);
-}
-
-DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos, int half)
-{
-    if (half == 0 && lane_id() == 0) prepare_barriers(s, a->g.slots);
-    __syncwarp();
-    if (half == 0) named_barrier_arrive(READY, READY_THREADS);
-    else named_barrier_sync(READY, READY_THREADS);
-    if (lane_id() != 0) return;
-    launch_dependents();
-    struct producer p = { evict_first(), half, { 0, 0 }, { 0, 0 }, 0, 1 };
-    UNROLL(1)
-    for (int number = QKV; number < PHASES; number++) {
-        struct leg l = leg_of(a, number);
-        const struct product *m = a->g.p + l.phase;
-        if (number == ATTEND) produce_tiles(a, s, &p, pos);
-        for (int start = l.from, end; start < l.to; start = end) {
-            end = batch_end(m, start, l.to);
-            for (int piece = 0; piece < m->pieces; piece++)
-                produce_piece(a, s, &p, l.phase, piece, start, end);
-        }
-    }
-}
-
-/* stream: the vector */
-enum { RUN = 256, EIGHT = 8 };   /* columns of a warp, of a lane, in one load */
-
-struct columns {
-    int first;   /* of this lane, in the piece */
-    int live;    /* how many of its runs have columns */
-    int row;     /* first pair of this warp in a chunk */
-};
-
-DEVICE struct columns columns_of(const struct product *p, int width, int warp)
-{
-    int runs = p->wide ? 4 : 2, group = warp >> p->bits;
-    int first = (warp & (p->across - 1)) * runs * RUN + lane_id() * EIGHT;
-    int live = first < width ? (width - first - 1) / RUN + 1 : 0;
-    struct columns c = { first, live < runs ? live : runs, p->wide ? 0 : 2 * group };
-    return c;
-}
-
-DEVICE void widen(float *x, bits128 b)   /* eight bf16 */
-{
-    for (int i = 0; i < 4; i++) {
-        x[2 * i] = bits_f32(b.v[i] << 16);
-        x[2 * i + 1] = bits_f32(b.v[i] & 0xffff0000u);
-    }
-}
-
+/* stream: hi and lo */
 DEVICE void split_pair(float x, float y, uint32_t *hi, uint32_t *lo)
 {
     *hi = pack_bf16(x, y);
-    float u = x - bits_f32(*hi << 16), v = y - bits_f32(*hi & 0xffff0000u);
-    *lo = pack_bf16(u - u == 0 ? u : 0, v - v == 0 ? v : 0);
+    *lo = pack_bf16(x - bits_f32(*hi << 16), y - bits_f32(*hi & 0xffff0000u));
 }
 
-DEVICE void take_values(float *x, const uint32_t *from, int live, uint32_t epoch)
-{
-    for (;;) {
-        bits128 w[4][2];
-        uint32_t wrong = 0;
-        for (int i = 0; i < 4; i++)
-            if (i < live) {
-                w[i][0] = load_relaxed_4(from + i * RUN);
-                w[i][1] = load_relaxed_4(from + i * RUN + 4);
-            }
-        for (int i = 0; i < 4; i++)
-            for (int j = 0; j < 2; j++) {
-                if (i < live) wrong |= any_stale(w[i][j], epoch);
-                for (int k = 0; k < 4; k++)
-                    x[8 * i + 4 * j + k] = i < live ? value_of(w[i][j].v[k]) : 0;
-            }
-        if (!any_lane(wrong)) return;
-        retry_values(from);
-    }
-}
+struct eight { float v[8]; };
 
-DEVICE float weigh(float *x, const bits128 *weight)   /* the sum of squares of 32 */
-{
-    float squares = 0;
-    for (int i = 0; i < 4; i++) {
-        float w[8];
-        widen(w, weight[i]);
-        for (int j = 0; j < 8; j++) {
-            squares = fmaf(x[8 * i + j], x[8 * i + j], squares);
-            x[8 * i + j] *= w[j];
-        }
-    }
-    for (int m = 16; m; m /= 2) squares += shfl_xor_f32(squares, m);
-    return squares;
-}
-
-DEVICE void fetch_runs(bits128 *b, const uint16_t *from, int live)
-{
-    bits128 none = {{ 0, 0, 0, 0 }};
-    for (int i = 0; i < 4; i++) b[i] = i < live ? load_16(from + i * RUN) : none;
-}
-
-/* into the first-level cache */
-DEVICE void touch_runs(const uint16_t *from, int live)
+DEVICE void split(const struct eight *x, bits128 *hi, bits128 *lo)
 {
     for (int i = 0; i < 4; i++)
-        if (i < live) prefetch(from + i * RUN);
+        split_pair(x->v[2 * i], x->v[2 * i + 1], &hi->v[i], &lo->v[i]);
 }
 
-DEVICE void take_vector(const struct layer_args *a, struct shared *s, float *x,
-                        int phase,
-                        int piece, struct columns c, int warp, uint32_t epoch,
-                            int again)
+/* stream: where the vector lies */
+DEVICE int64_t padded(int64_t n) { return (n + STRIPE - 1) / STRIPE * STRIPE; }
+
+struct bits64 { uint32_t v[2]; } __attribute__((aligned(8)));
+
+DEVICE void put_words(uint16_t *to, bits128 w)
 {
-    const struct product *p = a->g.p + phase;
-    int64_t from = (int64_t)piece * p->piece, at = from + c.first;
-    int64_t to = from + piece_width(p, piece);
-    const uint16_t *weight = phase == QKV ? a->in_norm : phase == GATE_UP ? a->post_norm
-        : 0;
-    bits128 norm[4];
-    if (weight && phase != QKV) touch_runs(weight + at, c.live);
+    struct bits64 even = {{ w.v[0], w.v[2] }}, odd = {{ w.v[1], w.v[3] }};
+    *(struct bits64 *)to = even;
+    *(struct bits64 *)(to + 32) = odd;
+}
+
+DEVICE void put_eight(uint16_t *hi, int64_t n, int64_t j, struct eight x)
+{                                               /* elements j to j + 7 of n */
+    int e = (int)(j % STRIPE) / 8;
+    uint16_t *to = hi + j / STRIPE * STRIPE + (e % 16 / 4 * 8 + e % 4) * 8 + e / 16 * 4;
+    bits128 h, l;
+    split(&x, &h, &l);
+    put_words(to, h);
+    put_words(to + padded(n), l);
+}
+
+/* stream: the producer */
+/* stream: what the producer remembers */
+struct producer {
+    uint64_t policy;
+    int w;          /* the next slot */
+    uint32_t lap;   /* how often the ring was filled before */
+};
+
+/* stream: offer a slot, and move on */
+DEVICE void offer(struct shared *s, const struct producer *p, struct tag tag,
+                  uint32_t bytes)
+{
+    wait_until_given_back(s, p->w, p->lap - 1);
+    s->tag[p->w] = tag;
+    mbarrier_expect(s->full + p->w, bytes);
+}
+
+DEVICE void next_slot(const struct layer_args *a, struct producer *p)
+{
+    if (++p->w < a->g.warps) return;
+    p->w = 0;
+    p->lap++;
+}
+
+DEVICE void finish_lap(const struct layer_args *a, struct shared *s, struct producer *p)
+{
+    struct tag nothing = { NOTHING, 0, 0, 0, 0, 0 };
+    for (; p->w; next_slot(a, p)) offer(s, p, nothing, 0);
+}
+
+/* stream: copy rows into a slot */
+DEVICE void copy(const struct layer_args *a, struct shared *s, const struct producer *p,
+                 int64_t to, const uint16_t *from, int64_t elements)
+{
+    bulk_load(slot(a, p->w) + to, from, (uint32_t)(2 * elements), s->full + p->w,
+              p->policy);
+}
+
+/* stream: produce a product */
+struct rows { const uint16_t *low, *high; int count; };   /* count of each */
+
+/* stream: the rows of a chunk */
+/* stream: the pairs that a chunk has */
+DEVICE int pairs_left(const struct layer_args *a, int phase, int c, int64_t total)
+{
+    int64_t left = total - (int64_t)c * a->g.pairs[phase];
+    return (int)(left < a->g.pairs[phase] ? left : a->g.pairs[phase]);
+}
+
+DEVICE int pairs_in(const struct layer_args *a, int phase, int c)
+{
+    if (phase == QKV) return a->g.pairs[QKV];
+    return pairs_left(a, phase, c, phase == GATE_UP ? a->ffn : a->d / 2);
+}
+
+DEVICE struct rows rows_of(const struct layer_args *a, int phase, int c)
+{
+    int64_t first = (int64_t)c * a->g.pairs[phase], q = (int64_t)a->n_q * a->hd;
     if (phase == QKV) {
-        bits128 given[4];
-        fetch_runs(given, a->x + at, c.live);
-        for (int i = 0; i < 4; i++) widen(x + 8 * i, given[i]);
-    } else {
-        const uint32_t *words = phase == OUT ? a->attended : phase == DOWN ? a->act
-            : a->x1;
-        enum hint kind = phase == OUT ? HINT_ATTENDED : phase == DOWN ? HINT_ACT
-            : HINT_X1;
-        /* wait for the slices that this warp's columns are in */
-        int64_t first = from + c.first - lane_id() * EIGHT, span = p->wide ? 4 * RUN : 2 * RUN;
-        if (first < to)
-            wait_for_slices(a, kind, first, first + span < to ? first + span : to, p->columns,
-                            epoch);
-        take_values(x, words + at, c.live, epoch);
+        /* the rows of a chunk of queries, keys or values */
+        int half = a->hd / 2, bits = half == 64 ? 6 : 5;   /* half is 64 or 32 */
+        int head = (int)first >> bits, k = head - a->n_q, v = k - a->n_kv;
+        const uint16_t *W = k < 0 ? a->q : v < 0 ? a->k : a->v;
+        int64_t row = (int64_t)(k < 0 ? head : v < 0 ? k : v) * a->hd + (first & (half - 1));
+        struct rows r = { W + row * a->d, W + (row + half) * a->d, a->g.pairs[QKV] };
+        return r;
     }
-    if (weight) {
-        fetch_runs(norm, weight + at, c.live);
-        float squares = weigh(x, norm);
-        if (lane_id() == 0 && !again) s->squares[phase][warp] += squares;
+    if (phase == OUT) {
+        struct rows r = { a->o + first * q, a->o + (first + a->d / 2) * q,
+                          pairs_left(a, phase, c, a->d / 2) };
+        return r;
     }
-}
-
-DEVICE float dot(const bits128 *w, const float *x, int runs)
-{
-    float even = 0, odd = 0;
-    for (int i = 0; i < runs; i++)
-        for (int k = 0; k < 4; k++) {
-            even = fmaf(bits_f32(w[i].v[k] << 16), x[8 * i + 2 * k], even);
-            odd = fmaf(bits_f32(w[i].v[k] & 0xffff0000u), x[8 * i + 2 * k + 1], odd);
-        }
-    return even + odd;
-}
-
-struct lane {
-    float x[32];
-    /* columns before this warp's rows; before this lane's, in a row */
-    int row[2], first;
-    int width, live;     /* columns of a row; runs that this lane has */
-};
-
-/* stream: deliver sums */
-DEVICE float fold(float mine, float other, int lane_bit)   /* one of two rows stays */
-{
-    int second = lane_id() & lane_bit;
-    float keep = second ? other : mine, give = second ? mine : other;
-    return keep + shfl_xor_f32(give, lane_bit);
-}
-
-DEVICE float sum_of_rows(const float *sums, int pairs)   /* row by lane: see deliver */
-{
-    float sum = fold(sums[0], sums[pairs], 16);
-    if (pairs == 2) sum = fold(sum, fold(sums[1], sums[3], 16), 8);
-    else sum += shfl_xor_f32(sum, 8);
-    for (int m = 4; m; m /= 2) sum += shfl_xor_f32(sum, m);
-    return sum;
-}
-
-DEVICE void deliver(struct shared *s, float sum, int place, struct turn *out)
-{                                        /* place < 0: another lane's sum */
-    mbarrier_wait(s->taken + out->slot, out->odd ^ 1);
-    if (place >= 0) ((float *)s->sum[out->slot])[place] = sum;
-    __syncwarp();
-    if (lane_id() == 0) mbarrier_arrive(s->delivered + out->slot);
-    next_turn(out, SUMS);
-}
-
-DEVICE int place_of_sum(const struct product *p, struct columns c, int warp)
-{
-    int second = lane_id() / 8 % 2, high = lane_id() / 16;
-    if (lane_id() % (p->wide ? 16 : 8)) return -1;
-    return 2 * (((c.row + second) << p->bits) + (warp & (p->across - 1))) + high;
-}
-
-struct consumer {
-    struct turn in, out;   /* the next slot of the ring, and of the sums */
-    int place;             /* of this lane's sum; see deliver */
-};
-
-/* stream: multiply a chunk */
-DEVICE void load_weights(const struct lane *l, bits128 *w, const char *half, int pairs,
-                         int runs)
-{
-    for (int q = 0; q < pairs; q++)
-        for (int i = 0; i < runs; i++)
-            if (i < l->live)
-                w[q * runs + i] = load_16(half + 2 * (l->row[q] + l->first + i * RUN));
-}
-
-DEVICE void consume_chunks(const struct layer_args *a, struct shared *s,
-                           struct consumer *c,
-                           const struct lane *l, int chunks, int pairs, int runs)
-{
-    bits128 w[8] = {{{ 0 }}};   /* [half][pair][run] */
-    UNROLL(1)
-    for (int i = 0; i < chunks; i++) {
-        float sums[4];
-        for (int h = 0; h < 2; h++) {
-            mbarrier_wait(s->full[h] + c->in.slot, c->in.odd);
-            load_weights(l, w + h * pairs * runs, slot_half(a, c->in.slot, h), pairs,
-                         runs);
-        }
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(s->empty + c->in.slot);
-        next_turn(&c->in, a->g.slots);
-        for (int r = 0; r < 2 * pairs; r++)
-            sums[r] = dot(w + r * runs, l->x, runs);   /* low rows, high rows */
-        deliver(s, sum_of_rows(sums, pairs), c->place, &c->out);
-    }
-}
-
-/* stream: the consumers */
-DEVICE void pass_tiles(const struct layer_args *a, struct shared *s, struct consumer *w,
-                       int64_t pos)
-{
-    struct span n = span_at(a, pos);
-    if (!n.units) return;
-    skip_turns(&w->in, a->g.slots, tiles_of_block(a, n));
-    mbarrier_wait(&s->tiles_over, 0);
-}
-
-DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, int warp)
-{
-    uint32_t epoch = load_relaxed(a->launches + blockIdx.x) + 1;
-    struct consumer w = { { 0, 0 }, { 0, 0 }, 0 };
-    struct lane l;
-    if (lane_id() == 0) s->squares[QKV][warp] = s->squares[GATE_UP][warp] = 0;
-    UNROLL(1)
-    for (int number = QKV; number < PHASES; number++) {
-        struct leg leg = leg_of(a, number);
-        const struct product *p = a->g.p + leg.phase;
-        if (number == ATTEND) pass_tiles(a, s, &w, pos);
-        for (int start = leg.from, end; start < leg.to; start = end) {
-            end = batch_end(p, start, leg.to);
-            for (int piece = 0; piece < p->pieces; piece++) {
-                /* consume a piece of a batch */
-                int width = piece_width(p, piece);
-                struct columns c = columns_of(p, width, warp);
-                if (number != ATTEND)
-                    take_vector(a, s, l.x, leg.phase, piece, c, warp, epoch, start > 0);
-                for (int q = 0; q < 2; q++) l.row[q] = (c.row + q) * width;
-                l.first = c.first, l.width = width, l.live = c.live;
-                w.place = place_of_sum(p, c, warp);
-                if (number != ATTEND && start == leg.from && piece == 0) MARK(a, START, leg.phase);
-                if (p->wide) consume_chunks(a, s, &w, &l, end - start, 1, 4);
-                else consume_chunks(a, s, &w, &l, end - start, 2, 2);
-                MARK(a, END, leg.phase);
-            }
-        }
-    }
-}
-
-/* stream: take the sums of a chunk */
-/* stream: the sum over warps */
-DEVICE struct pair sum_across(struct pair y, int bits)
-{
-    for (int m = 0; m < 3; m++)
-        if (m < bits) {
-            y.low += shfl_xor_f32(y.low, 1 << m);
-            y.high += shfl_xor_f32(y.high, 1 << m);
-        }
-    return y;
-}
-
-/* of across */
-DEVICE struct pair take_sums(struct shared *s, struct turn *in, int bits)
-{
-    mbarrier_wait(s->delivered + in->slot, in->odd);
-    struct pair y = s->sum[in->slot][lane_id() % DELIVERED];
-    __syncwarp();
-    if (lane_id() == 0) mbarrier_arrive(s->taken + in->slot);
-    next_turn(in, SUMS);
-    return sum_across(y, bits);
-}
-
-/* stream: the epilogue */
-DEVICE struct pair take_pieces(const struct layer_args *a, struct shared *s,
-                               struct turn *in,
-                               struct leg l, int i)
-{
-    const struct product *p = a->g.p + l.phase;
-    int at = (i - l.from) % BATCH, end = batch_end(p, i, l.to);
-    if (at == 0) {
-        UNROLL(1)
-        for (int piece = 0; piece < p->pieces - 1; piece++)
-            UNROLL(1)
-            for (int k = 0; k < end - i; k++) {
-                struct pair y = take_sums(s, in, 3);
-                if (lane_id() == 0 && piece)
-                    y.low += s->batch[k].low, y.high += s->batch[k].high;
-                if (lane_id() == 0) s->batch[k] = y;
-            }
-        __syncwarp();
-    }
-    struct pair y = take_sums(s, in, 3);
-    y.low += s->batch[at].low, y.high += s->batch[at].high;
-    return y;
-}
-
-DEVICE float norm_factor(const struct layer_args *a, const struct shared *s, int phase)
-{
-    float squares = 0;
-    if (phase != QKV && phase != GATE_UP) return 1;
-    UNROLL(1)
-    for (int w = 0; w < a->g.p[phase].across; w++) squares += s->squares[phase][w];
-    return rsqrtf(squares / (float)a->d + a->eps);
-}
-
-/* stream: rotate a pair */
-DEVICE struct pair rotated(struct pair y, float c, float s)
-{
-    struct pair z = { y.low * c - y.high * s, y.high * c + y.low * s };
-    return z;
-}
-
-DEVICE float half_turns(int64_t pos, double turn)   /* within -1 .. 1 */
-{
-    double turns = (double)pos * turn * 0.15915494309189533577;   /* 1 / 2 pi */
-    return (float)(2 * (turns - rint(turns)));
-}
-
-DEVICE void prepare_rotation(const struct layer_args *a, struct shared *s, int64_t pos)
-{
-    for (int i = lane_id(); i < a->hd / 2; i += 32) {
-        float x = half_turns(pos, a->turn[i]);
-        s->cosine[i] = cospif(x), s->sine[i] = sinpif(x);
-    }
-    __syncwarp();
-}
-
-DEVICE void finish_projection(const struct layer_args *a, const struct shared *s,
-                              int64_t pos, struct place at, struct pair y,
-                                  uint32_t epoch)
-{
-    int half = a->hd / 2, column = at.head * a->hd + at.i;
-    if (at.kind < 2) y = rotated(y, s->cosine[at.i], s->sine[at.i]);
-    uint32_t *words = at.kind == 0 ? a->roped_q : at.kind == 1 ? a->new_k : a->new_v;
-    if (at.kind) {
-        uint16_t low = f32_to_bf16(y.low), high = f32_to_bf16(y.high);
-        uint16_t *row = (at.kind == 1 ? a->k_cache : a->v_cache)
-                      + (at.head * a->pos.rows + pos) * a->hd + at.i;
-        row[0] = low, row[half] = high;
-        y.low = bf16_to_f32(low), y.high = bf16_to_f32(high);
-    }
-    store_relaxed(words + column, tagged(y.low, epoch));
-    store_relaxed(words + column + half, tagged(y.high, epoch));
-}
-
-DEVICE void count_words(uint32_t *hint, uint32_t words)
-{
-    __syncwarp();
-    if (lane_id() == 0) count_relaxed(hint, words);
-}
-
-struct walk { int pair, mine, first, step; };   /* mine: this lane has a pair */
-
-DEVICE struct walk walk_of(const struct layer_args *a, struct leg l)
-{
-    const struct product *p = a->g.p + l.phase;
-    struct deal d = deal_of(a, l.phase);
-    int pair = lane_id() >> p->bits;
-    struct walk w = { pair, pair << p->bits == lane_id() && pair < p->pairs,
-                      (d.first + l.from * d.step) * p->pairs,
-                      d.step * p->pairs };   /* pairs from one chunk to the next */
-    return w;
-}
-
-DEVICE void finish_projections(const struct layer_args *a, struct shared *s,
-                               struct turn *in,
-                               struct leg l, int64_t pos, uint32_t epoch)
-{
-    struct walk w = walk_of(a, l);
-    int bits = a->g.p[QKV].bits, pieces = a->g.p[QKV].pieces;
-    uint32_t words = 2 * (uint32_t)a->g.p[QKV].pairs;
-    float factor = 0;
-    UNROLL(1)
-    for (int i = l.from; i < l.to; i++, w.first += w.step) {
-        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)
-            : take_sums(s, in, bits);
-        if (i == l.from) factor = norm_factor(a, s, QKV);
-        y.low *= factor, y.high *= factor;
-        struct place at = place_of(a, w.first + w.pair);
-        if (w.mine) finish_projection(a, s, pos, at, y, epoch);
-        at = place_of(a, w.first);
-        count_words(hint_of(a, at.kind ? HINT_ROW : HINT_Q, at.head), words);
-    }
-}
-
-DEVICE void finish_gate_up(const struct layer_args *a, struct shared *s,
-                           struct turn *in,
-                           struct leg l, uint32_t epoch)
-{
-    struct walk w = walk_of(a, l);
-    int bits = a->g.p[GATE_UP].bits, pieces = a->g.p[GATE_UP].pieces;
-    uint32_t words = (uint32_t)a->g.p[GATE_UP].pairs, *hints = hint_of(a, HINT_ACT, 0);
-    float factor = 0;
-    UNROLL(1)
-    for (int i = l.from; i < l.to; i++, w.first += w.step) {
-        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)
-            : take_sums(s, in, bits);
-        if (i == l.from) factor = norm_factor(a, s, GATE_UP);
-        float gate = y.low * factor, up = y.high * factor;
-        float act = gate / (1 + exp2_approx(-LOG2_E * gate)) * up;
-        if (w.mine) store_relaxed(a->act + w.first + w.pair, tagged(act, epoch));
-        count_words(hints + w.first / SLICE * LINE, words);
-    }
-}
-
-struct residuals { uint32_t low, high; };   /* of the two rows of a pair */
-
-DEVICE struct residuals fetch_residuals(const struct layer_args *a, int phase, int row,
-                                        int pairs, uint32_t epoch)
-{
-    struct residuals r;
-    if (phase == DOWN)
-        r.low = load_relaxed(a->x1 + row), r.high = load_relaxed(a->x1 + row + pairs);
-    else {
-        r.low = (uint32_t)a->x[row] << 16 | (epoch & EPOCH_BITS);
-        r.high = (uint32_t)a->x[row + pairs] << 16 | (epoch & EPOCH_BITS);
-    }
+    struct rows r = { a->gate + first * a->d, a->up + first * a->d,
+                      pairs_left(a, phase, c, a->ffn) };
     return r;
 }
 
-DEVICE float residual(const struct layer_args *a, uint32_t word, int row,
-                      uint32_t epoch)
+DEVICE void produce_rows(const struct layer_args *a, struct shared *s,
+                         struct producer *p, int phase)
 {
-    while (stale(word, epoch)) {
-        retry_values(a->x1 + row);
-        word = load_relaxed(a->x1 + row);
-    }
-    return value_of(word);
-}
-
-DEVICE void finish_rows(const struct layer_args *a, struct shared *s, struct turn *in,
-                        struct leg l, uint32_t epoch)
-{
-    struct walk w = walk_of(a, l);
-    const struct product *p = a->g.p + l.phase;
-    int bits = p->bits, pieces = p->pieces, pairs = p->pairs;
-    struct residuals now, next = { 0, 0 };
-    int row = 2 * w.first + w.pair;
-    if (w.mine && l.from < l.to) next = fetch_residuals(a, l.phase, row, pairs, epoch);
-    UNROLL(1)
-    for (int i = l.from; i < l.to; i++, w.first += w.step, row += 2 * w.step) {
-        struct pair y = pieces > 1 ? take_pieces(a, s, in, l, i)
-            : take_sums(s, in, bits);
-        /* add the residuals of a chunk, and fetch those of the next */
-        now = next;
-        if (w.mine && i + 1 < l.to)
-            next = fetch_residuals(a, l.phase, row + 2 * w.step, pairs, epoch);
-        if (w.mine) {
-            y.low += residual(a, now.low, row, epoch);
-            y.high += residual(a, now.high, row + pairs, epoch);
+    int n = phase == OUT ? a->n_q * a->hd : (int)a->d, step = (int)gridDim.x;
+    int pairs = a->g.pairs[phase], chunks = a->g.chunks[phase];
+    int first = first_chunk(a, phase), part = 0;
+    int part_chunks = phase == GATE_UP ? a->g.piece / pairs : chunks;
+    int64_t stride = (int64_t)step * pairs * n;
+    struct rows r = rows_of(a, phase, first);
+    for (int c = first; c < chunks; c += step) {
+        if (c != first) {
+            /* go on to the next rows */
+            r.low += stride, r.high += stride;
+            r.count = pairs_in(a, phase, c);
+            if (phase == QKV) r = rows_of(a, phase, c);
         }
-        /* store the rows of a chunk */
-        if (l.phase == OUT) {
-            if (w.mine) {
-                store_relaxed(a->x1 + row, tagged(y.low, epoch));
-                store_relaxed(a->x1 + row + pairs, tagged(y.high, epoch));
-            }
-            count_words(hint_of(a, HINT_X1, 2 * w.first / SLICE), 2 * (uint32_t)pairs);
-        } else if (w.mine)
-            a->x_out[row] = f32_to_bf16(y.low), a->x_out[row + pairs] = f32_to_bf16(y.high);
+        while (c >= (part + 1) * part_chunks) part++;   /* of down, that it feeds */
+        int next = c + a->g.warps * step;
+        int last = next >= chunks || next >= (part + 1) * part_chunks;
+        struct tag tag = { phase, part, c, phase, last, 0 };
+        offer(s, p, tag, (uint32_t)(4 * r.count * n));
+        copy(a, s, p, 0, r.low, r.count * n);
+        copy(a, s, p, 2 * r.count * n, r.high, r.count * n);
+        next_slot(a, p);
     }
 }
 
-DEVICE void finish(const struct layer_args *a, struct shared *s, int64_t pos)
+/* stream: the width of a piece */
+DEVICE int64_t piece_width(const struct layer_args *a, int piece)
 {
-    struct turn in = { 0, 0 };
-    wait_until_ready();
-    prepare_rotation(a, s, pos);
-    uint32_t epoch = load_relaxed(a->launches + blockIdx.x) + 1;
-    finish_projections(a, s, &in, leg_of(a, QKV), pos, epoch);
-    finish_projections(a, s, &in, leg_of(a, ATTEND), pos, epoch);
-    finish_rows(a, s, &in, leg_of(a, OUT), epoch);
-    finish_gate_up(a, s, &in, leg_of(a, GATE_UP), epoch);
-    finish_rows(a, s, &in, leg_of(a, DOWN), epoch);
-    if (lane_id() == 0) store_relaxed(a->launches + blockIdx.x, epoch);
+    int64_t left = a->ffn - (int64_t)piece * a->g.piece;
+    return left < a->g.piece ? left : a->g.piece;
 }
 
-/* stream: attention */
-/* attention: the queries of a unit */
-DEVICE void split_query(uint32_t q[2][4], const bits128 w[2])   /* eight numbers */
+DEVICE void produce_down(const struct layer_args *a, struct shared *s,
+                         struct producer *p, int piece)
 {
-    for (int h = 0; h < 2; h++)
-        for (int i = 0; i < 2; i++)
-            split_pair(value_of(w[h].v[2 * i]), value_of(w[h].v[2 * i + 1]),
-                       &q[h][2 * i], &q[h][2 * i + 1]);
-}
-
-DEVICE void take_queries(const struct layer_args *a, uint32_t q[8][4], int group,
-                         uint32_t epoch, int hd)
-{
-    int g = lane_id() / 4, t = lane_id() % 4, heads = heads_of(a, group);
-    /* others: the first again */
-    int row = first_head(a, group) + (g < heads ? g : 0);
-    const uint32_t *from = a->roped_q + row * hd + 8 * t;
-    if (lane_id() < heads)
-        wait_hint(hint_of(a, HINT_Q, first_head(a, group) + lane_id()),
-                  epoch * (uint32_t)hd);
-    __syncwarp();
-    for (;;) {
-        bits128 w[4][2];
-        uint32_t wrong = 0;
-        for (int m = 0; m < hd / 32; m++)
-            for (int i = 0; i < 2; i++) w[m][i] = load_relaxed_4(from + 32 * m + 4 * i);
-        for (int m = 0; m < hd / 32; m++) {
-            wrong |= any_stale(w[m][0], epoch) | any_stale(w[m][1], epoch);
-            split_query(q + 2 * m, w[m]);
+    struct share share = share_of_down(a);
+    int n = (int)piece_width(a, piece), step = share.teams, chunks = a->g.chunks[DOWN];
+    int64_t pairs = a->g.pairs[DOWN], half = a->d / 2 * a->ffn;
+    const uint16_t *low = a->down + share.team * pairs * a->ffn
+                        + (int64_t)piece * a->g.piece;
+    finish_lap(a, s, p);   /* each of a row's pieces to the same warp */
+    for (int c = share.team; c < chunks; c += step, low += step * pairs * a->ffn) {
+        int last = c + a->g.warps * step >= chunks, count = pairs_in(a, DOWN, c);
+        struct tag tag = { DOWN, piece, c, DOWN + piece, last, 0 };
+        offer(s, p, tag, (uint32_t)(4 * count * n));
+        UNROLL(1)
+        for (int r = 0; r < count; r++) {
+            copy(a, s, p, 2 * r * n, low + r * a->ffn, n);
+            copy(a, s, p, 2 * (r + count) * n, low + r * a->ffn + half, n);
         }
-        if (!any_lane(wrong)) return;
-        retry_values(from);
+        next_slot(a, p);
     }
 }
 
-/* attention: a tile */
-/* from this warp's keys */
-DEVICE void load_keys(bits128 k[2][4], const char *tile, int hd)
+/* stream: produce a unit of attention */
+DEVICE int produce_unit(const struct layer_args *a, struct shared *s,
+                        struct producer *p, struct span n, int64_t pos, int unit,
+                        int queries)   /* so far; returns as many with these */
 {
-    int g = lane_id() / 4, t = lane_id() % 4, odd = g % 2;
-    for (int n = 0; n < 2; n++)
-        for (int m = 0; m < hd / 32; m += 2) {
-            const char *row = tile + (8 * n + g) * 2 * hd + 64 * m + 16 * t;
-            bits128 x = load_16(row + 64 * odd), y = load_16(row + 64 * !odd);
-            for (int i = 0; i < 4; i++) {
-                k[n][m].v[i] = odd ? y.v[i] : x.v[i];
-                k[n][m + 1].v[i] = odd ? x.v[i] : y.v[i];
-            }
+    int group = unit % a->g.groups, kv = group / a->g.octets;
+    int split = unit / a->g.groups, start = first_tile(n, split);
+    int end = first_tile(n, split + 1);
+    for (int t = start; t < end; t++) {
+        int64_t first = (int64_t)t * TILE_KEYS, old = pos - first;
+        if (old > TILE_KEYS) old = TILE_KEYS;
+        int64_t at = (kv * a->pos.rows + first) * a->hd;
+        struct tag tag = { ATTEND, group, t - start,
+                           queries + queries_of_tile(t - start), 0, t };
+        offer(s, p, tag, (uint32_t)(4 * old * a->hd));
+        if (old) {
+            copy(a, s, p, 0, a->k_cache + at, old * a->hd);
+            copy(a, s, p, 2 * TILE_KEYS * a->hd, a->v_cache + at, old * a->hd);
         }
-}
-
-DEVICE void score_keys(float score[2][2], uint32_t q[8][4], bits128 k[2][4], int hd)
-{
-    for (int n = 0; n < 2; n++) {
-        float c[4] = { 0, 0, 0, 0 };
-        for (int m = 0; m < hd / 32; m++) {
-            mma_bf16(c, q[2 * m], k[n][m].v);
-            mma_bf16(c, q[2 * m + 1], k[n][m].v + 2);
-        }
-        score[n][0] = c[0] + c[2], score[n][1] = c[1] + c[3];   /* hi and lo */
+        next_slot(a, p);
     }
+    return queries + queries_of_tile(end - start - 1) + 1;
 }
 
-DEVICE void load_values(bits128 v[4][2], const char *tile, int keys, int hd)
+/* stream: produce all of it, in order */
+DEVICE void produce(const struct layer_args *a, struct shared *s, int64_t pos)
 {
-    int g = lane_id() / 4, t = lane_id() % 4;
-    bits128 none = {{ 0, 0, 0, 0 }};
-    for (int i = 0; i < 4; i++) {
-        int key = i / 2 * 8 + 2 * t + i % 2;
-        for (int j = 0; j < hd / 64; j++)
-            v[i][j] = key < keys ? load_16(tile + key * 2 * hd + 128 * j + 16 * g)
-                : none;
-    }
-}
-
-DEVICE void add_values(float sum[16][4], const uint32_t p[4], bits128 v[4][2], int hd)
-{
-    for (int j = 0; j < hd / 64; j++)
-        for (int i = 0; i < 8; i++) {
-            uint32_t places = i % 2 ? 0x7632 : 0x5410, b[2];
-            b[0] = pick_bytes(v[0][j].v[i / 2], v[1][j].v[i / 2], places);
-            b[1] = pick_bytes(v[2][j].v[i / 2], v[3][j].v[i / 2], places);
-            mma_bf16(sum[8 * j + i], p, b);
-        }
-}
-
-DEVICE float base_of(float max) { return max == -INFINITY ? 0 : max; }
-
-/* of head g; see the output's order */
-struct online { float max, weight, sum[16][4]; };
-
-DEVICE void soften(struct online *u, float score[2][2], int keys, float scale,
-                   uint32_t p[4], int hd)
-{
-    int t = lane_id() % 4;
-    float max = u->max, e[4];
-    for (int i = 0; i < 4; i++) {
-        int key = i / 2 * 8 + 2 * t + i % 2;
-        e[i] = key < keys ? score[i / 2][i % 2] * scale : -INFINITY;
-        max = fmaxf(max, e[i]);
-    }
-    max = fmaxf(max, shfl_xor_f32(max, 1));
-    max = fmaxf(max, shfl_xor_f32(max, 2));
-    if (any_lane(max != u->max)) {
-        float f = exp2_approx(u->max - base_of(max));
-        u->max = max, u->weight *= f;
-        for (int i = 0; i < hd / 8; i++)
-            for (int j = 0; j < 4; j++) u->sum[i][j] *= f;
-    }
-    for (int i = 0; i < 4; i++) e[i] = exp2_approx(e[i] - base_of(max));
-    u->weight += e[0] + e[1] + e[2] + e[3];
-    split_pair(e[0], e[1], p, p + 1);
-    split_pair(e[2], e[3], p + 2, p + 3);
-}
-
-DEVICE void attend_tile(const struct layer_args *a, struct shared *s, struct turn t,
-                        struct online *u, uint32_t q[8][4], int keys, int warp, int hd)
-{
-    bits128 k[2][4], v[4][2];
-    float score[2][2];
-    uint32_t p[4];
-    keys -= 16 * warp;   /* of this warp's sixteen: those that there are */
-    mbarrier_wait(s->full[0] + t.slot, t.odd);
-    if (keys > 0) load_keys(k, slot_half(a, t.slot, 0) + 16 * warp * 2 * hd, hd);
-    mbarrier_wait(s->full[1] + t.slot, t.odd);
-    if (keys > 0)
-        load_values(v, slot_half(a, t.slot, 1) + 16 * warp * 2 * hd, keys, hd);
-    __syncwarp();
-    if (lane_id() < CONSUMERS / ATTENTION) mbarrier_arrive(s->empty + t.slot);
-    if (keys <= 0) return;
-    score_keys(score, q, k, hd);
-    soften(u, score, keys, a->score_scale * LOG2_E, p, hd);
-    add_values(u->sum, p, v, hd);
-}
-
-/* attention: a unit */
-DEVICE void keep_sums(struct shared *s, struct online *u, int warp, int hd)
-{
-    int g = lane_id() / 4, t = lane_id() % 4;
-    u->weight += shfl_xor_f32(u->weight, 1);
-    u->weight += shfl_xor_f32(u->weight, 2);
-    if (t == 0) s->unit_max[warp][g] = u->max, s->unit_weight[warp][g] = u->weight;
-    for (int j = 0; j < hd / 64; j++)
-        for (int h = 0; h < 2; h++)
-            for (int i = 0; i < 8; i++)
-                s->unit_sum[warp][g][64 * j + 16 * t + 8 * h + i]
-                    = u->sum[8 * j + i][h] + u->sum[8 * j + i][h + 2];   /* hi and lo */
-}
-
-DEVICE void store_unit(const struct layer_args *a, const struct shared *s, int unit,
-                       int head, uint32_t epoch)
-{
-    int i = 4 * lane_id();
-    float max = -INFINITY, weight = 0, sum[4] = { 0, 0, 0, 0 };
-    for (int w = 0; w < ATTENTION; w++) max = fmaxf(max, s->unit_max[w][head]);
-    uint32_t word = tagged(max, epoch);
-    for (int w = 0; w < ATTENTION; w++) {
-        float f = exp2_approx(s->unit_max[w][head] - base_of(value_of(word)));
-        weight = fmaf(f, s->unit_weight[w][head], weight);
-        if (i < a->hd)
-            for (int j = 0; j < 4; j++)
-                sum[j] = fmaf(f, s->unit_sum[w][head][i + j], sum[j]);
-    }
-    bits128 out;
-    for (int j = 0; j < 4; j++) out.v[j] = tagged(sum[j], epoch);
-    int at = unit * HEADS + head;
-    if (i < a->hd) store_relaxed_4(a->unit_sum + (int64_t)at * a->hd + i, out);
-    if (i == 0) {
-        store_relaxed(a->unit_max + at, word);
-        store_relaxed(a->unit_weight + at, tagged(weight, epoch));
-    }
-}
-
-DEVICE void attend_unit(const struct layer_args *a, struct shared *s, struct span n,
-                        int64_t pos, int number, struct turn *in, int warp,
-                        uint32_t epoch, int hd)
-{
-    int group = number % a->g.groups, split = number / a->g.groups;
-    int unit = group * a->g.splits + split, end = first_tile(a, n, split + 1);
-    uint32_t q[8][4];
-    struct online u = { -INFINITY, 0, {{ 0 }} };
-    take_queries(a, q, group, epoch, hd);
-    if (number == unit_of(0)) MARK(a, START, ATTEND);
-    UNROLL(1)
-    for (int t = first_tile(a, n, split); t < end; t++) {
-        int64_t left = pos - (int64_t)t * TILE_KEYS;
-        attend_tile(a, s, *in, &u, q, left < TILE_KEYS ? (int)left : TILE_KEYS, warp,
-                    hd);
-        next_turn(in, a->g.slots);
-    }
-    keep_sums(s, &u, warp, hd);
-    named_barrier_sync(UNITS, 32 * ATTENTION);
-    for (int h = 0; h < HEADS / ATTENTION; h++)
-        store_unit(a, s, unit, warp * (HEADS / ATTENTION) + h, epoch);
-    __syncwarp();
-    if (lane_id() == 0) count_relaxed(hint_of(a, HINT_UNITS, group), 1);
-    named_barrier_sync(UNITS, 32 * ATTENTION);   /* before the next unit's sums */
-}
-
-/* attention: merge the units of a group */
-struct part { float max, weight; bits128 sum[2]; };   /* of one unit */
-
-DEVICE void take_part(const struct layer_args *a, struct part *p, int unit, int head,
-                      int at, int side, uint32_t epoch)
-{
-    const uint32_t *from = a->unit_sum + (int64_t)unit * HEADS * a->hd + at;
-    for (;;) {
-        uint32_t max = load_relaxed(a->unit_max + unit * HEADS + head);
-        uint32_t weight = load_relaxed(a->unit_weight + unit * HEADS + head);
-        p->sum[0] = load_relaxed_4(from);
-        p->sum[1] = a->hd == 128 ? load_relaxed_4(from + 4 * side) : p->sum[0];
-        uint32_t wrong = stale(max, epoch) | stale(weight, epoch)
-                       | any_stale(p->sum[0], epoch) | any_stale(p->sum[1], epoch);
-        p->max = value_of(max), p->weight = value_of(weight);
-        if (!any_lane(wrong)) return;
-        retry_values(from);
-    }
-}
-
-/* over the units */
-DEVICE void merge_parts(struct part *p, float sum[2][4], int side)
-{
-    float max = p->max;
-    for (int m = side; m < 32; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
-    float f = exp2_approx(p->max - base_of(max));
-    p->max = max, p->weight *= f;
-    for (int j = 0; j < 8; j++)
-        sum[j / 4][j % 4] = f * value_of(p->sum[j / 4].v[j % 4]);
-    UNROLL(1)
-    for (int m = side; m < 32; m *= 2) {
-        p->weight += shfl_xor_f32(p->weight, m);
-        for (int j = 0; j < 8; j++)
-            sum[j / 4][j % 4] += shfl_xor_f32(sum[j / 4][j % 4], m);
-    }
-}
-
-struct newest { float score; bits128 value[2]; };   /* value: of this lane's columns */
-
-DEVICE void take_newest(const struct layer_args *a, struct newest *n, int group,
-                        bits128 query, int at, int side, uint32_t epoch)
-{
-    int kv = group / a->g.octets, i = 4 * lane_id() % a->hd;
-    const uint32_t *k = a->new_k + kv * a->hd + i,
-        *v = a->new_v + kv * a->hd + at % a->hd;
-    float dot = 0;
-    if (lane_id() == 0)
-        wait_hint(hint_of(a, HINT_ROW, kv), epoch * 2 * (uint32_t)a->hd);
-    __syncwarp();
-    for (;;) {
-        bits128 key = load_relaxed_4(k);
-        n->value[0] = load_relaxed_4(v);
-        n->value[1] = a->hd == 128 ? load_relaxed_4(v + 4 * side) : n->value[0];
-        uint32_t wrong = any_stale(key, epoch) | any_stale(n->value[0], epoch)
-                       | any_stale(n->value[1], epoch);
-        dot = 0;
-        for (int j = 0; j < 4; j++)
-            dot = fmaf(value_of(query.v[j]), value_of(key.v[j]), dot);
-        if (!any_lane(wrong)) break;
-        retry_values(v);
-    }
-    for (int m = a->hd / 8; m; m /= 2) dot += shfl_xor_f32(dot, m);
-    n->score = dot * a->score_scale * LOG2_E;
-}
-
-DEVICE void merge_slice(const struct layer_args *a, int number, int warp,
-                        uint32_t epoch)
-{
-    int group = number % a->g.groups, splits = a->g.splits, side = 32 / splits;
-    int width = HEADS * a->hd / (splits * ATTENTION);   /* numbers of a warp */
-    int first = (number / a->g.groups * ATTENTION + warp) * width, head = first / a->hd;
-    int at = first + lane_id() % side * 4;
-    struct part p;
-    struct newest n;
-    float sum[2][4];
-    if (head >= heads_of(a, group)) return;
-    bits128 query = load_relaxed_4(a->roped_q + (first_head(a, group) + head) * a->hd
-                                   /* seen by this warp's unit */
-                                   + 4 * lane_id() % a->hd);
-    if (lane_id() == 0)
-        wait_hint(hint_of(a, HINT_UNITS, group),
-                  epoch * (uint32_t)(ATTENTION * splits));
-    __syncwarp();
-    take_part(a, &p, group * splits + lane_id() / side, head, at, side, epoch);
-    merge_parts(&p, sum, side);
-    take_newest(a, &n, group, query, at, side, epoch);
-    /* add the newest key and hand the slice on */
-    float base = base_of(fmaxf(p.max, n.score));
-    float old = exp2_approx(p.max - base), now = exp2_approx(n.score - base);
-    float weight = fmaf(old, p.weight, now);
-    int64_t column = (int64_t)first_head(a, group) * a->hd;
-    for (int j = 0; j < 2 && j < a->hd / 64; j++) {
-        bits128 out;
-        for (int i = 0; i < 4; i++)
-            out.v[i] = tagged((old * sum[j][i] + now * value_of(n.value[j].v[i])) / weight,
-                              epoch);
-        if (lane_id() < side)
-            store_relaxed_4(a->attended + column + at + 4 * side * j, out);
-    }
-    __syncwarp();
-    if (lane_id() == 0)
-        count_relaxed(hint_of(a, HINT_ATTENDED, (column + first) / SLICE), (uint32_t)width);
-}
-
-DEVICE void attend(const struct layer_args *a, struct shared *s, int64_t pos, int warp)
-{
-    uint32_t epoch = load_relaxed(a->launches + blockIdx.x) + 1;
+    struct producer p = { evict_first(), 0, 0 };
     struct span n = span_at(a, pos);
-    struct turn in = { 0, 0 };
-    skip_turns(&in, a->g.slots, leg_of(a, QKV).to * a->g.p[QKV].pieces);
-    mbarrier_wait(&s->tiles_begin, 0);
-    UNROLL(1)
-    for (int u = 0; u < n.units; u++) {
-        if (a->hd == 128) attend_unit(a, s, n, pos, unit_of(u), &in, warp, epoch, 128);
-        else attend_unit(a, s, n, pos, unit_of(u), &in, warp, epoch, 64);
+    int queries = 0, units = units_of_block(a, n);
+    for (int phase = QKV; phase < DOWN; phase++)
+        if (phase != ATTEND) produce_rows(a, s, &p, phase);
+        else for (int u = 0; u < units; u++)
+            queries = produce_unit(a, s, &p, n, pos, (int)(blockIdx.x + u * gridDim.x),
+                                   queries);
+    for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
+         piece += (int)gridDim.x)
+        produce_down(a, s, &p, piece);
+    for (int w = 0; w < a->g.warps; w++) {
+        struct tag end = { THE_END, 0, 0, 0, 0, 0 };
+        offer(s, &p, end, 0);
+        next_slot(a, &p);
+    }
+}
+
+/* stream: the loaders */
+/* stream: count what is done, and wait for it */
+DEVICE void wait_for_phase(const struct layer_args *a, int phase, int part,
+                           uint32_t launch, int each)
+{
+    if (loader_thread(a) == 0)
+        wait_at_least(counter(a, phase, part), (launch + 1) * (uint32_t)each);
+    loaders_meet();
+}
+
+DEVICE void announce(const struct layer_args *a, struct shared *s, int vector)
+{
+    loaders_meet();
+    if (loader_thread(a) == 0) mbarrier_arrive(s->placed + vector);
+}
+
+DEVICE void publish(const struct layer_args *a, struct shared *s, uint32_t queries)
+{
+    loaders_meet();
+    if (loader_thread(a) == 0) publish_in_block(&s->queries, queries);
+}
+
+/* stream: put a vector in place */
+/* stream: read eight numbers */
+DEVICE struct eight eight_bf16(bits128 b)
+{
+    struct eight x;
+    for (int i = 0; i < 4; i++) {
+        x.v[2 * i] = bits_f32(b.v[i] << 16);
+        x.v[2 * i + 1] = bits_f32(b.v[i] & 0xffff0000u);
+    }
+    return x;
+}
+
+DEVICE struct eight eight_f32(bits128 low, bits128 high)
+{
+    struct eight x;
+    for (int i = 0; i < 4; i++) {
+        x.v[i] = bits_f32(low.v[i]);
+        x.v[4 + i] = bits_f32(high.v[i]);
+    }
+    return x;
+}
+
+DEVICE float weigh(struct eight *x, bits128 weight, float squares)
+{
+    struct eight w = eight_bf16(weight);
+    for (int i = 0; i < 8; i++) {
+        squares = fmaf(x->v[i], x->v[i], squares);
+        x->v[i] *= w.v[i];
+    }
+    return squares;
+}
+
+enum { IN_FLIGHT = 4 };   /* eights that a loader has in flight */
+
+APART void put_vector(const struct layer_args *a, struct shared *s, const float *f,
+                      const uint16_t *b, const uint16_t *weight, int64_t n)
+{
+    uint16_t *hi = (uint16_t *)vector_area();
+    float squares = 0;
+    /* put zeros behind the vector */
+    for (int64_t j = n + loader_thread(a) * 8; j < padded(n); j += 8 * LOADERS) {
+        struct eight none = {{ 0 }};
+        put_eight(hi, n, j, none);
     }
     UNROLL(1)
-    for (int u = 0; u < n.units; u++) merge_slice(a, unit_of(u), warp, epoch);
-    MARK(a, END, ATTEND);
+    for (int64_t i = loader_thread(a) * 8; i - loader_thread(a) * 8 < n;
+         i += 8 * LOADERS * IN_FLIGHT) {
+        bits128 x[IN_FLIGHT][2], w[IN_FLIGHT];   /* as read: float or bf16; bf16 */
+        /* fetch the eights and their weights */
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            int64_t j = i + 8 * LOADERS * u;
+            if (j >= n) break;
+            x[u][0] = load_16(f ? (const void *)(f + j) : b + j);
+            if (f) x[u][1] = load_16(f + j + 4);
+            if (weight) w[u] = load_16(weight + j);
+        }
+        if (b && i < 8 * LOADERS) {
+            __syncwarp();
+            named_barrier_arrive(2, LOADERS + 32);
+        }
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            int64_t j = i + 8 * LOADERS * u;
+            struct eight e = f ? eight_f32(x[u][0], x[u][1]) : eight_bf16(x[u][0]);
+            if (j >= n) break;
+            if (weight) squares = weigh(&e, w[u], squares);
+            put_eight(hi, n, j, e);
+        }
+    }
+    if (!weight && loader_thread(a) == 0) s->scale = 1;
+    if (weight) {
+        /* add up the squares and set the scale */
+        for (int m = 16; m; m /= 2) squares += shfl_xor_f32(squares, m);
+        if (lane_id() == 0) s->sums[loader_thread(a) / 32] = squares;
+        loaders_meet();
+        squares = 0;
+        for (int i = 0; i < LOADER_WARPS; i++) squares += s->sums[i];
+        if (loader_thread(a) == 0) s->scale = rsqrtf(squares / (float)n + a->eps);
+    }
+}
+
+/* stream: attend a unit */
+/* stream: put the queries of a unit in place */
+#define LOG2_E 1.44269504088896341f
+
+DEVICE int heads_of(const struct layer_args *a, int group, int *first)
+{
+    int rep = a->n_q / a->n_kv, octet = group % a->g.octets;
+    *first = group / a->g.octets * rep + octet * HEADS;
+    return rep - octet * HEADS < HEADS ? rep - octet * HEADS : HEADS;
+}
+
+DEVICE void put_queries(const struct layer_args *a, int group)
+{
+    uint16_t *hi = unit_queries(a), *lo = hi + HEADS * a->hd;
+    int first, heads = heads_of(a, group, &first);
+    for (int i = loader_thread(a) * 8; i < HEADS * a->hd; i += 8 * LOADERS) {
+        struct eight q = {{ 0 }};
+        const float *from = a->roped_q + first * a->hd + i;
+        if (i < heads * a->hd) q = eight_f32(load_16(from), load_16(from + 4));
+        for (int j = 0; j < 8; j++) q.v[j] *= a->score_scale * LOG2_E;
+        split(&q, (bits128 *)(hi + i), (bits128 *)(lo + i));
+    }
+}
+
+/* stream: wait for some tiles */
+DEVICE void wait_for_tiles(struct shared *s, int first, int count, uint32_t *parities)
+{
+    UNROLL(1)
+    for (int i = first; i < first + count; i++) {
+        mbarrier_wait(s->tiles + i, *parities >> i & 1);
+        *parities ^= 1u << i;
+    }
+}
+
+/* stream: merge the tiles of a unit */
+struct merged { float max, weight, sum[4]; };
+
+DEVICE void merge(struct merged *m, float max, float weight, bits128 sum)
+{
+    float larger = fmaxf(m->max, max), base = base_of(larger);
+    float e = exp2_approx(m->max - base), f = exp2_approx(max - base);
+    m->weight = e * m->weight + f * weight;
+    for (int j = 0; j < 4; j++) m->sum[j] = e * m->sum[j] + f * bits_f32(sum.v[j]);
+    m->max = larger;
+}
+
+DEVICE void merge_tiles(const struct layer_args *a, struct shared *s, struct merged *m,
+                        int first, int count)
+{
+    int head = loader_thread(a) / 32, i = lane_id() * 4;
+    if (i >= a->hd) return;
+    UNROLL(1)
+    for (int t = first; t < first + count; t++)
+        merge(m, s->tile_max[t][head], s->tile_weight[t][head],
+              *(const bits128 *)(tile_sums(a, t) + head * a->hd + i));
+}
+
+DEVICE void store_unit(const struct layer_args *a, const struct merged *m, int group,
+                       int split)
+{
+    int head = loader_thread(a) / 32, i = lane_id() * 4;
+    int64_t at = ((int64_t)group * a->g.max_units + split) * HEADS + head;
+    if (i >= a->hd) return;
+    for (int j = 0; j < 4; j++) a->unit_sum[at * a->hd + i + j] = m->sum[j];
+    if (i == 0) a->unit_max[at] = m->max, a->unit_weight[at] = m->weight;
+}
+
+/* stream: merge the units of a group */
+struct partial { bits128 sum; float max, weight; };
+
+DEVICE struct partial *partials(void) { return (struct partial *)vector_area(); }
+
+DEVICE void fetch_slice(const struct layer_args *a, struct span n, int group, int from,
+                        int count)   /* of fours of the group's numbers */
+{
+    UNROLL(1)
+    for (int i = loader_thread(a); i < n.units * count; i += LOADERS) {
+        int64_t unit = group * a->g.max_units + i / count;
+        int at = 4 * (from + i % count), head = at / a->hd;
+        struct partial *p = partials() + i;
+        p->max = a->unit_max[unit * HEADS + head];
+        p->weight = a->unit_weight[unit * HEADS + head];
+        p->sum = load_16(a->unit_sum + unit * HEADS * a->hd + at);
+    }
+}
+
+DEVICE uint32_t share_of_unit(const struct layer_args *a, struct span n, int split)
+{
+    int most = a->g.max_units;
+    return (uint32_t)(most * (split + 1) / n.units - most * split / n.units);
+}
+
+DEVICE bits128 merged_four(const struct partial *p, int units, int count)
+{
+    float max = -INFINITY, weight = 0, sum[4] = { 0, 0, 0, 0 };
+    for (int u = 0; u < units; u++) max = fmaxf(max, p[u * count].max);
+    UNROLL(4)
+    for (int u = 0; u < units; u++) {
+        const struct partial *one = p + u * count;
+        float e = exp2_approx(one->max - base_of(max));
+        weight = fmaf(e, one->weight, weight);
+        for (int j = 0; j < 4; j++) sum[j] = fmaf(e, bits_f32(one->sum.v[j]), sum[j]);
+    }
+    bits128 y;
+    for (int j = 0; j < 4; j++) y.v[j] = f32_bits(sum[j] / weight);
+    return y;
+}
+
+DEVICE void merge_slice(const struct layer_args *a, struct span n, int group, int split)
+{
+    int fours = HEADS * a->hd / 4, from = fours * split / n.units;
+    int count = fours * (split + 1) / n.units - from, t = loader_thread(a), first;
+    int heads = heads_of(a, group, &first);
+    fetch_slice(a, n, group, from, count);
+    loaders_meet();
+    for (int i = t; i < count; i += LOADERS) {
+        int at = 4 * (from + i);
+        if (at / a->hd >= heads) break;
+        *(bits128 *)(a->attended + first * a->hd + at)
+            = merged_four(partials() + i, n.units, count);
+    }
+    loaders_meet();
+    if (t == 0) atomic_add_release(counter(a, ATTEND, 0), share_of_unit(a, n, split));
+}
+
+DEVICE uint32_t attend_unit(const struct layer_args *a, struct shared *s, struct span n,
+                            int unit, uint32_t *parities, uint32_t queries)
+{                                        /* returns the last count that it published */
+    int group = unit % a->g.groups, split = unit / a->g.groups, t = loader_thread(a);
+    int tiles = first_tile(n, split + 1) - first_tile(n, split);
+    int step = tiles > UNIT_TILES ? 1 : tiles;
+    struct merged m = { -INFINITY, 0, { 0, 0, 0, 0 } };
+    put_queries(a, group);
+    publish(a, s, ++queries);
+    UNROLL(1)
+    for (int i = 0; i < tiles; i += step) {
+        wait_for_tiles(s, i % UNIT_TILES, step, parities);
+        merge_tiles(a, s, &m, i % UNIT_TILES, step);
+        if (i + UNIT_TILES < tiles) publish(a, s, ++queries);
+    }
+    store_unit(a, &m, group, split);
+    loaders_meet();
+    if (t == 0)
+        atomic_add_release(a->units_done + group * LINE, share_of_unit(a, n, split));
+    return queries;
+}
+
+APART void load_vectors(const struct layer_args *a, struct shared *s, int64_t pos)
+{
+    uint32_t launch = a->launches[blockIdx.x];
+    uint32_t queries = 0, parities = 0;   /* of the places of tiles, a bit each */
+    struct span n = span_at(a, pos);
+    int t = loader_thread(a);
+    put_vector(a, s, 0, a->x, a->in_norm, a->d);
+    announce(a, s, QKV);
+    if (units_of_block(a, n)) wait_for_phase(a, QKV, 0, launch, a->g.chunks[QKV]);
+    for (int u = (int)blockIdx.x; u < n.units * a->g.groups; u += (int)gridDim.x)
+        queries = attend_unit(a, s, n, u, &parities, queries);
+    /* merge this block's slices */
+    for (int u = (int)blockIdx.x; u < n.units * a->g.groups; u += (int)gridDim.x) {
+        int group = u % a->g.groups, most = a->g.max_units;
+        uint32_t *done = a->units_done + group * LINE;
+        if (t == 0) wait_at_least(done, (launch + 1) * (uint32_t)most);
+        loaders_meet();
+        merge_slice(a, n, group, u / a->g.groups);
+    }
+    wait_for_phase(a, ATTEND, 0, launch, a->g.groups * a->g.max_units);
+    put_vector(a, s, a->attended, 0, 0, (int64_t)a->n_q * a->hd);
+    announce(a, s, OUT);
+    wait_for_phase(a, OUT, 0, launch, a->g.chunks[OUT]);
+    put_vector(a, s, a->x1, 0, a->post_norm, a->d);
+    announce(a, s, GATE_UP);
+    /* put the pieces of the gated vector in place */
+    int before = -1;
+    for (int piece = share_of_down(a).first_piece; piece < a->g.pieces;
+         piece += (int)gridDim.x) {
+        int rows = (int)piece_width(a, piece) / a->g.pairs[GATE_UP];
+        wait_for_phase(a, GATE_UP, piece, launch, rows);
+        if (t == 0) wait_in_block(&s->gated, (uint32_t)chunks_of_block(a, GATE_UP));
+        if (before >= 0) wait_for_phase(a, DOWN, before, launch, a->g.chunks[DOWN]);
+        loaders_meet();
+        put_vector(a, s, a->act + (int64_t)piece * a->g.piece, 0, 0, piece_width(a, piece));
+        announce(a, s, DOWN + piece);
+        before = piece;
+    }
+    if (t == 0) a->launches[blockIdx.x] = launch + 1;
+}
+
+/* stream: the consumers */
+/* stream: the product of two rows */
+struct stripe { bits128 w[2], hi, lo; };   /* weights of both halves; the vector */
+
+DEVICE struct stripe read_stripe(const uint16_t *row, const uint16_t *x, int lo)
+{
+    struct stripe s;
+    s.w[0] = *(const bits128 *)row;
+    s.hi = *(const bits128 *)x;
+    s.w[1] = *(const bits128 *)(row + STRIPE / 2);
+    s.lo = *(const bits128 *)(x + lo);
+    return s;
+}
+
+DEVICE void multiply_stripe(float c[2][2][4], struct stripe s)
+{
+    for (int half = 0; half < 2; half++) {
+        mma_bf16(c[half][0], s.w[half].v, s.hi.v + 2 * half);
+        mma_bf16(c[half][1], s.w[half].v, s.lo.v + 2 * half);
+    }
+}
+
+enum { DEPTH = 3 };   /* stripes in flight */
+
+DEVICE struct pair dot(const uint16_t *low, const uint16_t *high, const uint16_t *x,
+                       int n)
+{
+    int g = lane_id() / 4, segment = g / 2 ^ g % 2;
+    int at = 32 * segment + lane_id() % 4 * 8;
+    const uint16_t *row = (g % 2 ? high : low) + at;
+    int lo = (int)padded(n), k = 0;
+    float c[2][2][2][4] = {{{{ 0 }}}};   /* the middle stripe's apart */
+    x += 8 * lane_id();
+    if (n >= DEPTH * STRIPE) {
+        /* multiply several stripes at a time */
+        struct stripe s[DEPTH];
+        for (int u = 0; u < DEPTH; u++)
+            s[u] = read_stripe(row + STRIPE * u, x + STRIPE * u, lo);
+        UNROLL(1)
+        for (k = DEPTH * STRIPE; k + DEPTH * STRIPE <= n; k += DEPTH * STRIPE)
+            for (int u = 0; u < DEPTH; u++) {
+                multiply_stripe(c[u % 2], s[u]);
+                s[u] = read_stripe(row + k + STRIPE * u, x + k + STRIPE * u, lo);
+            }
+        for (int u = 0; u < DEPTH - 1; u++)
+            if (k + STRIPE <= n) {
+                multiply_stripe(c[u % 2], s[u]);
+                s[u] = read_stripe(row + k, x + k, lo);
+                k += STRIPE;
+            }
+        for (int u = 0; u < DEPTH; u++) multiply_stripe(c[u % 2], s[u]);
+    }
+    /* multiply what is left of the rows */
+    UNROLL(1)
+    for (; k < n; k += STRIPE) {
+        struct stripe s = {{{{ 0 }}}, {{ 0 }}, {{ 0 }}};
+        if (k + at < n) s.w[0] = *(const bits128 *)(row + k);
+        if (k + at + STRIPE / 2 < n) s.w[1] = *(const bits128 *)(row + k + STRIPE / 2);
+        s.hi = *(const bits128 *)(x + k);
+        s.lo = *(const bits128 *)(x + k + lo);
+        multiply_stripe(c[0], s);
+    }
+    /* add up the segments */
+    float sum = 0;
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 2; i++)
+            for (int u = 0; u < 2; u++) sum += c[u][half][i][0] + c[u][half][i][3];
+    if (lane_id() % 4 != segment) sum = 0;
+    sum += shfl_xor_f32(sum, 1);
+    sum += shfl_xor_f32(sum, 2);
+    sum += shfl_xor_f32(sum, 8);
+    sum += shfl_xor_f32(sum, 16);
+    float other = shfl_xor_f32(sum, 4);
+    struct pair y = { g % 2 ? other : sum, g % 2 ? sum : other };
+    return y;
+}
+
+/* stream: what becomes of a sum */
+DEVICE void store_x1(const struct layer_args *a, int64_t i, struct pair y)
+{
+    int64_t j = i + a->d / 2;
+    a->x1[i] = bf16_to_f32(a->x[i]) + y.low;
+    a->x1[j] = bf16_to_f32(a->x[j]) + y.high;
+}
+
+DEVICE void store_act(const struct layer_args *a, int64_t i, struct pair y)
+{
+    a->act[i] = y.low / (1 + expf(-y.low)) * y.high;   /* gate, up */
+}
+
+DEVICE void store_piece(const struct layer_args *a, int piece, int64_t i, struct pair y)
+{
+    a->piece_sum[piece * a->d + i] = y.low;
+    a->piece_sum[piece * a->d + i + a->d / 2] = y.high;
+}
+
+/* RoPE of one pair */
+DEVICE void rotate(float *low, float *high, int64_t pos, double turn)
+{
+    double turns = (double)pos * turn * 0.15915494309189533577;   /* 1 / 2 pi */
+    float x = (float)(2 * (turns - rint(turns)));                 /* within -1 .. 1 */
+    float c = cospif(x), s = sinpif(x), a = *low, b = *high;
+    *low = a * c - b * s;
+    *high = b * c + a * s;
+}
+
+DEVICE void store_qkv(const struct layer_args *a, int64_t pos, int64_t pair,
+                      struct pair y)
+{
+    int half = a->hd / 2, head = (int)(pair / half), i = (int)(pair % half);
+    int is_q = head < a->n_q, is_v = head >= a->n_q + a->n_kv;
+    if (!is_v) rotate(&y.low, &y.high, pos, a->turn[i]);
+    if (is_q) {
+        a->roped_q[head * a->hd + i] = y.low;
+        a->roped_q[head * a->hd + i + half] = y.high;
+        return;
+    }
+    uint16_t *cache = is_v ? a->v_cache : a->k_cache;
+    int64_t at = ((head - a->n_q) % a->n_kv * a->pos.rows + pos) * a->hd + i;
+    cache[at] = f32_to_bf16(y.low);
+    cache[at + half] = f32_to_bf16(y.high);
+}
+
+/* stream: add up the pieces */
+DEVICE void add_pieces(const struct layer_args *a, int64_t row)
+{
+    float sum = a->x1[row];
+    UNROLL(4)
+    for (int p = 0; p < a->g.pieces; p++) sum += a->piece_sum[p * a->d + row];
+    a->x_out[row] = f32_to_bf16(sum);
+}
+
+DEVICE void finish_down(const struct layer_args *a, struct tag tag, int w)
+{
+    struct share share = share_of_down(a);
+    uint32_t before = 0, *count = a->pieces_done + share.team * MAX_WARPS + w;
+    if (lane_id() == 0) before = atomic_add_acq_rel(count, 1);
+    before = shfl_u32(before, 0);
+    if (before + 1 != (uint32_t)a->g.pieces) return;
+    if (lane_id() == 0) store_relaxed(count, 0);   /* for the next step */
+    __syncwarp();
+    int step = share.teams * a->g.warps, first = tag.item % step;
+    int pairs = a->g.pairs[DOWN], chunks = (a->g.chunks[DOWN] - first - 1) / step + 1;
+    UNROLL(1)
+    for (int i = lane_id(); i < chunks * pairs; i += 32) {
+        int64_t row = (int64_t)(first + i / pairs * step) * pairs + i % pairs;
+        if (row >= a->d / 2) continue;
+        add_pieces(a, row);
+        add_pieces(a, row + a->d / 2);
+    }
+}
+
+/* stream: multiply the rows of a chunk */
+DEVICE void multiply_chunk(const struct layer_args *a, struct shared *s, int64_t pos,
+                           int w, uint32_t lap, struct tag tag)
+{
+    const uint16_t *weights = (const uint16_t *)slot(a, w);
+    const uint16_t *vector = (const uint16_t *)vector_area();
+    int64_t n = tag.phase == OUT ? (int64_t)a->n_q * a->hd
+              : tag.phase == DOWN ? piece_width(a, tag.part) : a->d;
+    int count = pairs_in(a, tag.phase, tag.item);
+    struct pair mine = { 0, 0 };
+    UNROLL(1)
+    for (int i = 0; i < count; i++) {
+        const uint16_t *low = weights + i * n;
+        struct pair sum = dot(low, low + count * n, vector, (int)n);
+        if (lane_id() == i) mine = sum;
+    }
+    mine.low *= s->scale, mine.high *= s->scale;
+    __syncwarp();
+    if (lane_id() == 0) give_back(s, w, lap);
+    /* store the sums */
+    if (lane_id() < count) {
+        int64_t i = (int64_t)tag.item * a->g.pairs[tag.phase] + lane_id();
+        if (tag.phase == QKV) store_qkv(a, pos, i, mine);
+        else if (tag.phase == OUT) store_x1(a, i, mine);
+        else if (tag.phase == GATE_UP) store_act(a, i, mine);
+        else store_piece(a, tag.part, i, mine);
+    }
+    __syncwarp();
+}
+
+/* stream: attend a tile */
+/* stream: fetch the row that is being written */
+DEVICE void fetch_row(const struct layer_args *a, uint16_t *K, uint16_t *V, int kv,
+                      int64_t pos, int row)
+{
+    int i = lane_id() % 16 * 8;
+    const uint16_t *cache = lane_id() < 16 ? a->k_cache : a->v_cache;
+    uint16_t *to = lane_id() < 16 ? K : V;
+    bits128 zero = {{ 0 }};
+    if (i < a->hd)
+        *(bits128 *)(to + row * a->hd + i)
+            = load_16(cache + (kv * a->pos.rows + pos) * a->hd + i);
+    for (i = (row + 1) * a->hd + 8 * lane_id(); i < TILE_KEYS * a->hd; i += 256)
+        *(bits128 *)(V + i) = zero;
+    __syncwarp();
+}
+
+/* stream: score a tile */
+enum { EIGHTS = TILE_KEYS / 8, SIXTEENS = TILE_KEYS / 16 };   /* of keys */
+
+DEVICE void score_tile(const struct layer_args *a, const uint16_t *K,
+                       float score[EIGHTS][4])
+{
+    int g = lane_id() / 4, t = lane_id() % 4;
+    const uint16_t *hi = unit_queries(a) + g * a->hd, *lo = hi + HEADS * a->hd;
+    UNROLL(1)
+    for (int i = 8 * t; i < a->hd; i += 32) {
+        bits128 h = *(const bits128 *)(hi + i), l = *(const bits128 *)(lo + i);
+        uint32_t q[2][4] = {{ h.v[0], l.v[0], h.v[1], l.v[1] },
+                            { h.v[2], l.v[2], h.v[3], l.v[3] }};
+        bits128 k[EIGHTS];
+        for (int n = 0; n < EIGHTS; n++)
+            k[n] = *(const bits128 *)(K + (8 * n + g) * a->hd + i);
+        for (int n = 0; n < EIGHTS; n++) mma_bf16(score[n], q[0], k[n].v);
+        for (int n = 0; n < EIGHTS; n++) mma_bf16(score[n], q[1], k[n].v + 2);
+    }
+}
+
+/* stream: the softmax of a tile */
+DEVICE float add_low(float hi, float lo)   /* a score that has overflowed stays so */
+{
+    return fabsf(hi) == INFINITY ? hi : hi + lo;
+}
+
+DEVICE void soften(struct shared *s, float score[EIGHTS][4], int keys, int place,
+                   uint32_t weight[SIXTEENS][4])
+{
+    int g = lane_id() / 4, t = lane_id() % 4;
+    float max = -INFINITY, sum = 0;
+    /* find the largest score of the head */
+    for (int n = 0; n < EIGHTS; n++)
+        for (int j = 0; j < 2; j++) {
+            float both = add_low(score[n][j], score[n][2 + j]);
+            score[n][j] = 8 * n + 2 * t + j < keys ? both : -INFINITY;
+            max = fmaxf(max, score[n][j]);
+        }
+    for (int m = 1; m < 4; m *= 2) max = fmaxf(max, shfl_xor_f32(max, m));
+    float base = base_of(max);
+    for (int n = 0; n < EIGHTS; n++) {
+        float *e = score[n];
+        uint32_t *two = &weight[n / 2][n % 2 * 2];   /* hi, lo */
+        for (int j = 0; j < 2; j++) e[j] = exp2_approx(e[j] - base), sum += e[j];
+        split_pair(e[0], e[1], two, two + 1);
+    }
+    for (int m = 1; m < 4; m *= 2) sum += shfl_xor_f32(sum, m);
+    if (t) return;
+    s->tile_max[place][g] = max;
+    s->tile_weight[place][g] = sum;
+}
+
+/* stream: sum a tile */
+DEVICE uint32_t even_of(uint32_t a, uint32_t b) { return pick_bytes(a, b, 0x5410); }
+DEVICE uint32_t odd_of(uint32_t a, uint32_t b) { return pick_bytes(a, b, 0x7632); }
+
+DEVICE void sum_tile(const struct layer_args *a, uint32_t weight[SIXTEENS][4],
+                     const uint16_t *V, int place)
+{
+    int g = lane_id() / 4, t = lane_id() % 4, hd = a->hd;
+    UNROLL(1)
+    for (int i = 0; i < hd; i += 64) {
+        float c[4][2][4] = {{{ 0 }}};   /* of four words, even and odd */
+        for (int m = 0; m < SIXTEENS; m++) {
+            bits128 v[4];
+            for (int j = 0; j < 4; j++)
+                v[j] = *(const bits128 *)(V + i + 8 * g
+                                          + (16 * m + 2 * t + j % 2 + j / 2 * 8) * hd);
+            /* multiply the weights by the values of sixteen keys */
+            for (int w = 0; w < 4; w++) {
+                uint32_t even[2] = { even_of(v[0].v[w], v[1].v[w]), even_of(v[2].v[w], v[3].v[w]) };
+                uint32_t odd[2] = { odd_of(v[0].v[w], v[1].v[w]), odd_of(v[2].v[w], v[3].v[w]) };
+                mma_bf16(c[w][0], weight[m], even);
+                mma_bf16(c[w][1], weight[m], odd);
+            }
+        }
+        /* store the sums of 64 dimensions */
+        float *out = tile_sums(a, place) + g * hd + i + 16 * t;
+        for (int h = 0; h < 2; h++)
+            for (int w = 0; w < 4; w += 2) {
+                bits128 four;
+                for (int j = 0; j < 4; j++) {
+                    const float *d = c[w + j / 2][j % 2];
+                    four.v[j] = f32_bits(d[h] + d[2 + h]);   /* hi and lo */
+                }
+                *(bits128 *)(out + 8 * h + 2 * w) = four;
+            }
+    }
+}
+
+APART void attend_tile(const struct layer_args *a, struct shared *s, int64_t pos, int w,
+                       uint32_t lap, struct tag tag)
+{
+    uint16_t *K = (uint16_t *)slot(a, w), *V = K + TILE_KEYS * a->hd;
+    int64_t first = (int64_t)tag.tile * TILE_KEYS;
+    int keys = pos - first < TILE_KEYS ? (int)(pos - first) + 1 : TILE_KEYS;
+    int place = tag.item % UNIT_TILES;
+    float score[EIGHTS][4] = {{ 0 }};
+    uint32_t weight[SIXTEENS][4];
+    if (first + keys - 1 == pos)
+        fetch_row(a, K, V, tag.part / a->g.octets, pos, keys - 1);
+    score_tile(a, K, score);
+    soften(s, score, keys, place, weight);
+    sum_tile(a, weight, V, place);
+    /* give the slot back, and say that the tile is summed */
+    proxy_fence();
+    __syncwarp();
+    if (lane_id() == 0) {
+        give_back(s, w, lap);
+        mbarrier_arrive(s->tiles + place);
+    }
+}
+
+/* stream: wait for the turn */
+DEVICE void wait_for_turn(const struct layer_args *a, struct shared *s, int w,
+                          uint32_t lap)
+{
+    if (a->g.warps <= OPEN) return;
+    int older = w - OPEN;
+    if (older < 0) older += a->g.warps, lap--;
+    wait_until_given_back(s, older, lap);
+}
+
+/* stream: a consumer's life */
+DEVICE void consume(const struct layer_args *a, struct shared *s, int64_t pos, int w)
+{
+    uint32_t chunks = 0;   /* finished and not yet counted */
+    int timed = -1;        /* the phase whose start this warp has marked */
+    for (uint32_t lap = 0;; lap++) {
+        mbarrier_wait(s->full + w, lap % 2);
+        struct tag tag = s->tag[w];
+        if (tag.phase == THE_END) return;
+        /* wait for the vector, and for the turn */
+        if (tag.phase == ATTEND) {
+            if (lane_id() == 0) wait_in_block(&s->queries, (uint32_t)tag.vector + 1);
+        } else if (tag.phase != NOTHING) {
+            mbarrier_wait(s->placed + tag.vector, 0);
+            wait_for_turn(a, s, w, lap);
+        }
+        __syncwarp();
+        if (tag.phase == NOTHING) {
+            if (lane_id() == 0) give_back(s, w, lap);
+            continue;
+        }
+        if (tag.phase != timed) MARK(a, START, timed = tag.phase);
+        if (tag.phase == ATTEND) {
+            attend_tile(&s->args, s, pos, w, lap, tag);
+            MARK(a, END, ATTEND);
+            continue;
+        }
+        multiply_chunk(a, s, pos, w, lap, tag);
+        MARK(a, END, tag.phase);
+        chunks++;
+        if (!tag.last) continue;
+        /* count this warp's chunks of the phase */
+        if (tag.phase == GATE_UP && lane_id() == 0) add_in_block(&s->gated, chunks);
+        if (tag.phase == DOWN) finish_down(a, tag, w);
+        if (lane_id() == 0 && (tag.phase != DOWN || a->g.pieces > (int)gridDim.x))
+            atomic_add_release(counter(a, tag.phase, tag.part), chunks);
+        chunks = 0;
+    }
 }
 
 /* stream: the kernel */
-KERNEL THREADS(32 * BLOCK_WARPS)
+KERNEL THREADS(32 * (MAX_WARPS + LOADER_WARPS + 1))
 whole_layer(const IN_PLACE struct layer_args a)
 {
-    /* stream: the roles of the warps */
     struct shared *s = block_state();
     int warp = (int)threadIdx.x / 32;
-    if (a.pos.at) wait_for_prerequisites();   /* the position is somebody else's */
+    /* stream: prepare the barriers */
+    typedef uint32_t any_word __attribute__((may_alias));   /* of whatever type */
+    for (uint32_t i = threadIdx.x; i < sizeof a / 4; i += blockDim.x)
+        ((any_word *)&s->args)[i] = ((const any_word *)&a)[i];
+    if (threadIdx.x == 0) {
+        for (int w = 0; w < a.g.warps; w++) {
+            mbarrier_init(s->full + w, 1);
+            for (int odd = 0; odd < 2; odd++) mbarrier_init(s->empty[odd] + w, 1);
+        }
+        for (int i = 0; i < DOWN + a.g.pieces; i++) mbarrier_init(s->placed + i, 1);
+        for (int i = 0; i < UNIT_TILES; i++) mbarrier_init(s->tiles + i, 1);
+        s->queries = s->gated = 0;
+        mbarrier_init_fence();
+    }
+    wait_for_prerequisites();
     int64_t pos = position(a.pos);
     if (pos < 0) {
         /* fill the result with NaN and remember */
@@ -1625,20 +1545,14 @@ whole_layer(const IN_PLACE struct layer_args a)
         if (blockIdx.x == 0 && threadIdx.x == 0) *a.status = 4;   /* LAYER_BAD_POSITION */
         return;
     }
-    if (warp < CONSUMERS) {
-        GROW_REGISTERS(128);
-        wait_until_ready();
-        consume(&a, s, pos, warp);
-    } else if (warp < CONSUMERS + ATTENTION) {
-        GROW_REGISTERS(192);
-        wait_until_ready();
-        if (span_at(&a, pos).units) attend(&a, s, pos, warp - CONSUMERS);
+    __syncthreads();
+    if (warp < a.g.warps) consume(&a, s, pos, warp);
+    else if (warp < a.g.warps + LOADER_WARPS) {
+        load_vectors(&s->args, s, pos);
+        launch_dependents();
     } else {
-        SHRINK_REGISTERS(64);
-        if (warp == EPILOGUE) finish(&a, s, pos);
-        else if (warp < PRODUCERS + 2) produce(&a, s, pos, warp - PRODUCERS);
-    else wait_until_ready();
-    /* stream: the end of the roles */
+        named_barrier_sync(2, LOADERS + 32);   /* the loaders' first reads go ahead */
+        if (threadIdx.x % 32 == 0) produce(&a, s, pos);
     }
 }
 CPU_KERNEL(whole_layer, struct layer_args)
@@ -1738,67 +1652,35 @@ struct position {
     int64_t rows;        /* of the cache: valid positions are below */
 };
 
-/* stream: the sizes of the ring */
-enum {
-    HALF = 16384,         /* bytes of half a slot at most, and of one bulk copy */
-    MAX_SLOTS = 6,        /* of two halves */
-    TILE_KEYS = 64,       /* keys of a tile */
-    SUMS = 8,             /* chunks whose sums wait for the epilogue */
-    DELIVERERS = 8,       /* warps that contribute to the sums of a chunk */
-    MORE_SHARED = 0,      /* bytes of shared memory besides */
-};
+/* how many slots, and the keys of a tile */
+enum { MAX_WARPS = 7 };    /* consumer warps, and slots, at most */
+enum { OPEN = 3 };         /* products of a block that are open at a time */
+enum { TILE_KEYS = 64 };   /* keys of a tile */
+enum { SHARED_BYTES = 1536 };   /* before the vector, which is before the slots */
 
 /* the phases of the stream */
-enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES };
+enum phase { QKV, ATTEND, OUT, GATE_UP, DOWN, PHASES, THE_END = PHASES, NOTHING };
 
 enum {
-    WIDEST = 8192,        /* columns of a product that a block multiplies at once */
-    HEADS = 8,            /* query heads that share a tile */
-    MAX_SPLITS = 32,      /* of the keys of a group */
-    BATCH = 64,           /* pairs whose sums a block keeps */
+    LOADER_WARPS = 8,   /* one for each head of a tile */
+    LOADERS = 32 * LOADER_WARPS,
+    UNIT_TILES = 7,     /* tiles of a unit that have a place at the same time */
+    HEADS = 8,          /* query heads that share a tile: with lo, the M of 16 */
+    PARTS = 16,         /* pieces of down at most */
+    STRIPE = 256,       /* columns that a warp multiplies at once */
+    LINE = 32,          /* counters are this many words apart: 128 bytes */
 };
 
 /* how the layer is cut into chunks */
-struct product {
-    int32_t columns, piece;    /* of a row, and of one piece of it */
-    int32_t pieces;            /* more than one only where a chunk is one pair */
-    int32_t wide;              /* a lane has 32 columns; else 16 */
-    int32_t across, bits;      /* warps that share a row: 8, or 4, 2, 1; 2^bits */
-    int32_t pairs, chunks;     /* pairs of a chunk; chunks in all */
-    int32_t each, extra;       /* chunks of a block; blocks that have one more */
-    int32_t open;              /* halves of it that a producer has under way at most */
-};
-
 struct geometry {
-    struct product p[PHASES];  /* ATTEND: the chunks of QKV that are queries, dealt */
-    int32_t slots, half;       /* of the ring; bytes of half a slot */
-    int32_t groups, octets;    /* groups: n_kv * octets; octets of heads a KV head */
-    int32_t splits, bits;      /* of each group's keys: 2^bits, 2 to MAX_SPLITS */
-    int32_t open_tiles;        /* halves of tiles under way at most */
+    int64_t slot_bytes, vector_bytes;
+    int32_t warps;             /* consumers, each with a slot */
+    int32_t pairs[PHASES];     /* rows pairs of a chunk, at most; a power of two */
+    int32_t chunks[PHASES];    /* of a phase; of DOWN: of one piece */
+    int32_t piece, pieces;     /* columns of down that one chunk spans, and how many */
+    int32_t groups, octets;    /* groups: n_kv * octets; octets: of heads a KV head */
+    int32_t max_units;         /* splits of a group at most, at any length */
 };
-
-/* stream: what the warps of a block share */
-struct pair { float low, high; };   /* sums of the two rows of a pair */
-
-enum {
-    CONSUMERS = 8, ATTENTION = 4,   /* warps */
-    EPILOGUE = CONSUMERS + ATTENTION, PRODUCERS, BLOCK_WARPS = 16,
-    DELIVERED = 16,     /* numbers that the consumers make of each half of a chunk */
-};
-
-struct shared {
-    uint64_t full[2][MAX_SLOTS];    /* mbarriers: the bytes of a half have arrived */
-    uint64_t empty[MAX_SLOTS];      /* a slot has been read */
-    uint64_t delivered[SUMS], taken[SUMS];   /* the sums of a chunk */
-    uint64_t tiles_begin, tiles_over;        /* the run of tiles, in the stream */
-    struct pair sum[SUMS][DELIVERED];   /* [pair of the chunk][warp across] */
-    struct pair batch[BATCH];       /* sums of the pieces so far */
-    float squares[PHASES][CONSUMERS];        /* of the vector of QKV and GATE_UP */
-    float cosine[64], sine[64];     /* of the rotation by pos */
-    float unit_max[ATTENTION][HEADS], unit_weight[ATTENTION][HEADS];
-    float unit_sum[ATTENTION][HEADS][128 + 4] __attribute__((aligned(16)));
-};
-enum { SHARED_BYTES = (sizeof(struct shared) + MORE_SHARED + 127) / 128 * 128 };
 
 struct layer_args {
     /* the tensors of a layer, as kernels see them */
@@ -1818,19 +1700,20 @@ struct layer_args {
     int32_t n_q, n_kv, hd;
     float eps, score_scale;            /* score_scale: 1 / sqrt(hd) */
     struct geometry g;
-    /* what blocks hand to each other */
+    /* scratch memory between the phases */
+    float *roped_q;            /* [n_q * hd] */
+    float *unit_sum;           /* [groups][max_units][HEADS][hd]: sums of p V */
+    float *unit_max;           /* [groups][max_units][HEADS]: largest score */
+    float *unit_weight;        /* [groups][max_units][HEADS]: sum of p */
+    float *attended;           /* [n_q * hd] */
+    float *x1;                 /* [d]: the residual stream after attention */
+    float *act;                /* [ffn]: silu(gate) * up */
+    float *piece_sum;          /* [pieces][d]: down, a piece of the columns each */
+    /* counters between the blocks */
+    uint32_t *done;            /* [PHASES][PARTS] * LINE: chunks finished since build */
     uint32_t *launches;        /* [blocks]: steps since build, as this block counts them */
-    uint32_t *hints;           /* [number of hints] * LINE: words stored since build */
-    /* words of single precision whose low bits are the epoch */
-    uint32_t *roped_q;         /* [n_q * hd] */
-    uint32_t *new_k, *new_v;   /* [n_kv * hd]: the rows of this step, rounded to bf16 */
-    uint32_t *unit_sum;        /* [groups][splits][HEADS][hd]: sums of p V */
-    uint32_t *unit_max;        /* [groups][splits][HEADS]: largest score, base 2 */
-    uint32_t *unit_weight;     /* [groups][splits][HEADS]: sum of p */
-    uint32_t *attended;        /* [n_q * hd] */
-    uint32_t *x1;              /* [d]: the residual stream after attention */
-    uint32_t *act;             /* [ffn]: silu(gate) * up */
-    int32_t first_hint[6];     /* of each kind; see enum hint */
+    uint32_t *units_done;      /* [groups] * LINE: shares of units since build */
+    uint32_t *pieces_done;     /* [teams][MAX_WARPS]: pieces of this step */
     /* timers: the marks */
     #ifdef TIMERS
     uint64_t *marks;   /* [blocks][MARKED_WARPS][PHASES][2]: START, END in ns; 0: never */
@@ -1881,53 +1764,47 @@ static void *take(char **at, size_t bytes)
 }
 
 /* stream: cut the layer into chunks */
-static void cut_product(struct product *p, int64_t columns, int64_t pairs, int blocks)
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int32_t pairs_of(int64_t slot_bytes, int64_t columns, int64_t divides)
 {
-    p->columns = (int32_t)columns;
-    p->pieces = (int32_t)((columns + WIDEST - 1) / WIDEST);
-    p->piece = (int32_t)((columns + p->pieces * 64 - 1) / (p->pieces * 64) * 64);
-    p->pieces = (int32_t)((columns + p->piece - 1) / p->piece);
-    p->wide = p->piece > WIDEST / 2;
-    p->bits = 3;
-    while (!p->wide && p->bits && p->piece << 1 <= 512 << p->bits) p->bits--;
-    p->across = 1 << p->bits;
-    p->pairs = p->wide ? 1 : 16 / p->across;
-    p->chunks = (int32_t)(pairs / p->pairs);
-    p->each = p->chunks / blocks, p->extra = p->chunks % blocks;
+    int32_t pairs = 4;
+    while (pairs > 1 && (4 * pairs * columns > slot_bytes || divides % pairs))
+        pairs /= 2;
+    return pairs;
 }
 
-static void cut(struct geometry *g, const layer_config *c, int blocks)
+static int32_t chunks_of(int64_t pairs, int32_t pairs_of_chunk)
+{
+    return (int32_t)((pairs + pairs_of_chunk - 1) / pairs_of_chunk);
+}
+
+static void cut(struct geometry *g, const layer_config *c)
 {
     int64_t q = c->n_q * c->hd, rep = c->n_q / c->n_kv;
-    cut_product(g->p + QKV, c->d, (c->n_q + 2 * c->n_kv) * c->hd / 2, blocks);
-    cut_product(g->p + ATTEND, c->d, q / 2, blocks);
-    cut_product(g->p + OUT, q, c->d / 2, blocks);
-    cut_product(g->p + GATE_UP, c->d, c->ffn, blocks);
-    cut_product(g->p + DOWN, c->ffn, c->d / 2, blocks);
+    int64_t widest = larger(larger(c->d, q), (c->ffn / 64 + PARTS - 1) / PARTS * 64);
+    g->pieces = (int32_t)((c->ffn + widest - 1) / widest);
+    g->piece = (int32_t)((c->ffn + g->pieces * 64 - 1) / (g->pieces * 64) * 64);
+    g->pieces = (int32_t)((c->ffn + g->piece - 1) / g->piece);
+    g->vector_bytes = larger(4 * ((widest + STRIPE - 1) / STRIPE * STRIPE),
+                             4 * UNIT_TILES * HEADS * c->hd + 4 * HEADS * c->hd);
     g->octets = (int32_t)((rep + HEADS - 1) / HEADS);
     g->groups = (int32_t)c->n_kv * g->octets;
-    for (g->bits = 5; g->bits > 1 && g->groups << g->bits > 128;) g->bits--;
-    g->splits = 1 << g->bits;
-}
-
-enum { IN_FLIGHT = 65536 };   /* bytes of both producers */
-
-static int32_t open_halves(int64_t bytes, int32_t slots)   /* of so many bytes, each */
-{
-    int64_t most = IN_FLIGHT / 2 / bytes;
-    if (most > slots - 1) most = slots - 1;
-    return (int32_t)(most < 1 ? 1 : most);
-}
-
-/* stream: the bytes of half a slot */
-static int32_t half_bytes(const layer *l) { (void)l; return HALF; }
-
-static void limit_flight(layer *l)
-{
-    struct geometry *g = &l->args.g;
-    for (int p = QKV; p < PHASES; p++)
-        g->p[p].open = open_halves(2 * g->p[p].pairs * g->p[p].piece, g->slots);
-    g->open_tiles = open_halves(2 * TILE_KEYS * l->c.hd, g->slots);
+    g->max_units = g->groups < 128 ? 128 / g->groups : 1;
+    /* count the pairs and chunks of each product */
+    int64_t columns[PHASES] = { [QKV] = c->d, [OUT] = q, [GATE_UP] = c->d,
+                                [DOWN] = g->piece };
+    g->slot_bytes = 4 * TILE_KEYS * c->hd;
+    for (int p = QKV; p < PHASES; p++) {
+        if (p == ATTEND) continue;
+        g->pairs[p] = pairs_of(32768, columns[p], p == QKV ? c->hd / 2 : 4);
+        g->slot_bytes = larger(g->slot_bytes, 4 * g->pairs[p] * columns[p]);
+    }
+    /* count the chunks of each product */
+    g->chunks[QKV] = chunks_of((c->n_q + 2 * c->n_kv) * c->hd / 2, g->pairs[QKV]);
+    g->chunks[OUT] = chunks_of(c->d / 2, g->pairs[OUT]);
+    g->chunks[GATE_UP] = chunks_of(c->ffn, g->pairs[GATE_UP]);
+    g->chunks[DOWN] = chunks_of(c->d / 2, g->pairs[DOWN]);
 }
 
 /* stream: see whether the layer fits */
@@ -1939,15 +1816,15 @@ static int share_out(layer *l)   /* the shared memory of a block */
     const void *kernel = (const void *)whole_layer;
     if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, l->device))
         return LAYER_CUDA_FAILED;
-    a->g.half = half_bytes(l);
-    int32_t slots = (most - (int32_t)SHARED_BYTES) / (2 * a->g.half);
-    a->g.slots = slots < MAX_SLOTS ? slots : MAX_SLOTS;
+    int64_t slots = (most - SHARED_BYTES - a->g.vector_bytes) / a->g.slot_bytes;
     if (slots < 2)
-        return refused(LAYER_BAD_DEVICE, "a block needs %d bytes of shared memory, and may "
-                       "have %d", (int)SHARED_BYTES + 4 * a->g.half, most);
-    l->shared = (size_t)(SHARED_BYTES + a->g.slots * 2 * a->g.half);
-    l->threads = 32 * BLOCK_WARPS;
-    limit_flight(l);
+        return refused(LAYER_BAD_SHAPE, "the largest of d, n_q * hd and ffn / %d, in whole "
+                       "%ds, must be at most %d on this device, and is %lld", PARTS,
+                       STRIPE, (most - SHARED_BYTES) / 12 / STRIPE * STRIPE,
+                       (long long)a->g.vector_bytes / 4);
+    a->g.warps = (int32_t)(slots < MAX_WARPS ? slots : MAX_WARPS);
+    l->shared = (size_t)(SHARED_BYTES + a->g.vector_bytes + a->g.warps * a->g.slot_bytes);
+    l->threads = 32u * (unsigned)(a->g.warps + LOADER_WARPS + 1);
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)
         || cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel,
                                                          (int)l->threads, l->shared))
@@ -1971,48 +1848,33 @@ static int read_environment(layer *l)
 
 static int fit(layer *l)
 {
-    struct layer_args *a = &l->args;
     int bad = read_environment(l);
     if (bad) return bad;
-    /* name the tensors to the kernel */
-    a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;
-    a->q = l->w.q, a->k = l->w.k, a->v = l->w.v, a->o = l->w.o;
-    a->gate = l->w.gate, a->up = l->w.up, a->down = l->w.down;
-    a->k_cache = l->k_cache, a->v_cache = l->v_cache;
-    a->d = l->c.d, a->ffn = l->c.ffn, a->hd = (int32_t)l->c.hd;
-    a->n_q = (int32_t)l->c.n_q, a->n_kv = (int32_t)l->c.n_kv;
-    a->eps = (float)l->c.eps;
-    a->score_scale = (float)(1 / sqrt((double)l->c.hd));
-    cut(&a->g, &l->c, l->blocks);
+    cut(&l->args.g, &l->c);
     return share_out(l);
 }
 
 /* stream: divide the scratch memory */
-static int32_t slices(int64_t columns) { return (int32_t)((columns + 1023) / 1024); }
-
-static int32_t number_hints(struct layer_args *a)
-{
-    int32_t n = 0, kinds[] = { a->n_kv, a->n_q, a->g.groups, slices(a->n_q * a->hd),
-                               slices(a->d), slices(a->ffn) };   /* as in enum hint */
-    for (int i = 0; i < 6; i++) a->first_hint[i] = n, n += kinds[i];
-    return n;
-}
-
 static char *divide_scratch(layer *l, char *at)
 {
     struct layer_args *a = &l->args;
-    size_t u = sizeof(uint32_t), q = (size_t)(a->n_q * a->hd) * u;
-    size_t kv = (size_t)(a->n_kv * a->hd) * u;
-    size_t units = (size_t)(a->g.groups * a->g.splits) * HEADS * u;
+    struct geometry *g = &a->g;
+    size_t q = (size_t)(l->c.n_q * l->c.hd), f = sizeof(float), u = sizeof(uint32_t);
+    size_t units = (size_t)g->groups * (size_t)g->max_units * HEADS;
     l->status = a->status = take(&at, u);
+    a->done = take(&at, (size_t)PHASES * PARTS * LINE * u);
     a->launches = take(&at, (size_t)l->blocks * u);
-    a->hints = take(&at, (size_t)number_hints(a) * 128);
-    a->turn = take(&at, (size_t)a->hd / 2 * sizeof(double));
-    a->roped_q = take(&at, q), a->attended = take(&at, q);
-    a->new_k = take(&at, kv), a->new_v = take(&at, kv);
-    a->unit_sum = take(&at, units * (size_t)a->hd);
-    a->unit_max = take(&at, units), a->unit_weight = take(&at, units);
-    a->x1 = take(&at, (size_t)a->d * u), a->act = take(&at, (size_t)a->ffn * u);
+    a->units_done = take(&at, (size_t)g->groups * LINE * u);
+    a->pieces_done = take(&at, (size_t)l->blocks * MAX_WARPS * u);
+    a->turn = take(&at, (size_t)l->c.hd / 2 * sizeof(double));
+    a->roped_q = take(&at, q * f);
+    a->unit_sum = take(&at, units * (size_t)l->c.hd * f);
+    a->unit_max = take(&at, units * f);
+    a->unit_weight = take(&at, units * f);
+    a->attended = take(&at, q * f);
+    a->x1 = take(&at, (size_t)l->c.d * f);
+    a->act = take(&at, (size_t)l->c.ffn * f);
+    a->piece_sum = take(&at, (size_t)g->pieces * (size_t)l->c.d * f);
     /* timers: room for the marks */
     #ifdef TIMERS
     a->marks = take(&at, (size_t)l->blocks * 32 * PHASES * 2 * sizeof(uint64_t));
@@ -2113,6 +1975,15 @@ static int choose_launch(layer *l)   /* after the trial */
 static int prepare(layer *l)
 {
     struct layer_args *a = &l->args;
+    /* name the tensors to the kernel */
+    a->in_norm = l->w.in_norm, a->post_norm = l->w.post_norm;
+    a->q = l->w.q, a->k = l->w.k, a->v = l->w.v, a->o = l->w.o;
+    a->gate = l->w.gate, a->up = l->w.up, a->down = l->w.down;
+    a->k_cache = l->k_cache, a->v_cache = l->v_cache;
+    a->d = l->c.d, a->ffn = l->c.ffn, a->hd = (int32_t)l->c.hd;
+    a->n_q = (int32_t)l->c.n_q, a->n_kv = (int32_t)l->c.n_kv;
+    a->eps = (float)l->c.eps;
+    a->score_scale = (float)(1 / sqrt((double)l->c.hd));
     /* send the RoPE angles to the device */
     double turn[64];
     for (int i = 0; i < a->hd / 2; i++)
