@@ -24,7 +24,7 @@ def test_verdicts(tool, status, output, passed, end):
     assert sanitize.verdict(tool, status, output, passed)[0] == end
 
 
-# As racecheck prints them: reports of all pairs in the list, but of copies on copies.
+# In the form in which racecheck prints them, made by hand: its head says how.
 REPORTS = (tools.ROOT / "tests" / "racecheck.txt").read_text(encoding="utf-8")
 ONE_MORE = """========= Warning: Race reported between Write access at finish_gate_up(const layer_args *, long)+0x10 in kernels.cu:1
 =========     and Read access at split_pair(float)+0x20 in kernels.cu:2 [4 hazards]
