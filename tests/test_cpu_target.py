@@ -10,6 +10,7 @@ import functools
 import os
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -118,6 +119,27 @@ def test_a_deadlock_says_who_waits_for_what():
     assert ending == "deadlock"
     assert "test_ring, block 0" in text and "mbarrier_wait: shared memory + " in text
     assert "1 of 4 arrivals" in text
+
+
+@pytest.mark.parametrize("build", ["plain", "asan", "tsan"])
+@pytest.mark.parametrize("case, fault, who", [
+    ("late", "1", "test_late, block 0, thread 0: "),
+    ("values", "3", "test_values, block 1, thread 0 and 31 others: "),     # lanes that vote, which wakes them
+    ("count", "2", "test_count, block 0, thread 0 and 31 others: ")])
+def test_values_that_never_come_are_named(build, case, fault, who):
+    for seed in SEEDS[:5]:
+        started = time.monotonic()
+        ending, text = selftest(build, case, fault, seed=seed)
+        assert ending == "deadlock" and "values that are asked for never come" in text, text
+        assert who + "retry_values: a value with its proof, it is 0x" in text, text
+        assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("build", ["plain", "asan", "tsan"])
+def test_values_that_come_late_are_no_deadlock(build):
+    jobs = [(build, ("late", "0"), seed) for seed in SEEDS]
+    for (_, _, seed), (ending, text) in zip(jobs, runs(jobs)):
+        assert ending == "missed", f"seed {seed}: {text}"    # no fault was planted, and none is found
 
 
 def test_every_fault_is_caught():

@@ -41,7 +41,8 @@ enum {
     MOST_KERNELS = 1024,
     MOST_FIBERS = 7000,       // under ThreadSanitizer
     STACK = 128 << 10,         // bytes of address space; little of it is touched
-    ASKED_IN_VAIN = 4000,     // retries of a fiber without progress
+    ASKED_IN_VAIN = 4000,     // retries of a fiber without progress,
+    IN_VAIN_AT_LEAST = 1 << 17, // of all, since a starved block may be what is late
     MOST_STEPS = 1000000      // turns without progress
 };
 static const size_t device_memory = (size_t)8 << 30; // bytes
@@ -68,7 +69,8 @@ struct fiber {
     uint64_t *inits[64];      // mbarriers initialised and not yet shown to the engine
     /* fiber: its relaxed stores, its retries */
     unsigned n_late;
-    uint64_t shown, retried; // retried: the switch at which it last asked for a value
+    uint64_t shown, asked_at; // asked_at: what had moved when it last asked
+        const uint32_t *asked;    // for a value, and found no proof in it
 #ifdef CPU_UCONTEXT
     ucontext_t context;
 #endif
@@ -170,7 +172,7 @@ static struct kernel kernels[MOST_KERNELS];
 static unsigned n_kernels;
 static struct { unsigned threads, blocks, shared; } sms[MOST_SMS];
 static unsigned n_sms = 3, n_fibers, n_late; // n_late: stores on their way
-static uint64_t in_vain;                     // retries since anything has landed
+static uint64_t in_vain, n_moves; // retries since anything moved; how often it did
 static uint64_t seed = 1, switches, steps, n_begun, n_launched;
 static cudaError_t last_error;
 static void *nobody; // an identity for ThreadSanitizer that knows nothing, ever
@@ -559,6 +561,11 @@ static struct late **head_of(const uint32_t *p)
     return &heads[((uintptr_t)p >> 2) * 0x9e3779b97f4a7c15u >> 52];
 }
 
+static void something_moved(void)
+{
+    steps = in_vain = 0;
+    n_moves++;
+}
 static void land(struct late *e)
 {
     struct late **link = head_of(e->at);
@@ -575,7 +582,7 @@ static void land(struct late *e)
         __atomic_store_n(e->at, e->value, __ATOMIC_RELAXED);
     e->next = spare;
     spare = e;
-    steps = in_vain = 0;
+    something_moved();
     wake(e->at);
 }
 
@@ -653,12 +660,12 @@ void cpu_yield(void)
 static void no_progress(void);
 void retry_values(const uint32_t *p)
 {
-    if (++in_vain > (uint64_t)ASKED_IN_VAIN * n_fibers)
+    self->asked = p;
+    self->asked_at = n_moves;
+    make_ready(self);
+    if (++in_vain > (uint64_t)ASKED_IN_VAIN * n_fibers + IN_VAIN_AT_LEAST)
         no_progress();
-    self->where = p;
-    self->kind = FOR_VALUE;
-    self->retried = switches;
-    cpu_yield();
+    pause_thread();
 }
 
 /* cpu: bulk copies in flight */
@@ -731,7 +738,7 @@ static bool deliver(bool nothing_else_moves)
         c->block->in_flight--;
         flights[i] = flights[--n_flights];
     }
-    steps = in_vain = 0;
+    something_moved();
     m->bytes -= (int)bytes;
     end_phase_if_complete(m);
     return true;
@@ -1278,7 +1285,7 @@ static void exit_thread(void)
         cpu_yield();
     release(&b->end);
     give_fiber(b->grid->pool, self);
-    steps = in_vain = 0;
+    something_moved();
     if (--b->alive == 0)
         end_block(b);
     pause_thread();
@@ -1469,27 +1476,41 @@ static int by_place(const void *p, const void *q)
 }
 static bool alike(const struct fiber *f, const struct fiber *g)
 {
-    return f->block == g->block && f->where == g->where && f->kind == g->kind &&
-           f->wanted == g->wanted;
+    if (f->block != g->block || f->kind != g->kind)
+        return false;
+    if (f->kind == FOR_VALUE)
+        return f->warp == g->warp;
+    return f->where == g->where && f->wanted == g->wanted;
 }
 
+static bool asks(const struct fiber *f)
+{
+    return f->asked && f->asked_at == n_moves;
+}
 static unsigned add_retriers(struct fiber **list, unsigned n)
 {
     for (unsigned i = 0; i < n_runnable; i++)
-        for (unsigned j = 0; j < runnable[i]->n_ready; j++) {
-            struct fiber *f = runnable[i]->ready[j];
-            if (f->kind == FOR_VALUE && f->retried + steps >= switches)
-                list[n++] = f;
-        }
+        for (unsigned j = 0; j < runnable[i]->n_ready; j++)
+            if (asks(runnable[i]->ready[j]))
+                list[n++] = runnable[i]->ready[j];
     return n;
+}
+static void say_what_is_asked_for(struct fiber **list, unsigned n, unsigned awake)
+{
+    for (unsigned i = 0; i < n; i++)
+        if (i < awake || (list[i]->kind == FOR_WARP && asks(list[i]))) {
+            list[i]->kind = FOR_VALUE, list[i]->wanted = 0;
+            list[i]->where = list[i]->asked;
+        }
 }
 
 static unsigned sorted_sleepers(struct fiber **list)
 {
-    unsigned n = add_retriers(list, 0);
+    unsigned awake = add_retriers(list, 0), n = awake;
     for (unsigned i = 0; i < BEDS; i++)
         for (struct fiber *f = beds[i].first; f; f = f->next)
             list[n++] = f;
+    say_what_is_asked_for(list, n, awake);
     qsort(list, n, sizeof *list, by_place);
     return n;
 }
@@ -1525,6 +1546,7 @@ static unsigned list_sleepers(void)
 
 static void deadlock(const char *what)
 {
+    act_as(host.tsan);
     fflush(stdout);
     fprintf(stderr, "cpu target: seed %llu: %s\n", (unsigned long long)seed, what);
     unsigned asleep = list_sleepers();
@@ -1557,8 +1579,7 @@ static bool look_again(void)
 
 static void no_progress(void)
 {
-    struct fiber **list = grab((n_fibers + 1) * sizeof *list);
-    deadlock(add_retriers(list, 0) ? "deadlock: values that are asked for never come"
+    deadlock(in_vain ? "deadlock: values that are asked for never come"
                                    : "no progress: somebody spins by hand");
 }
 

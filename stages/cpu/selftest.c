@@ -126,7 +126,7 @@ static int run_once(const struct test_case *c, struct test a)
 KERNEL_OF(syncthreads) KERNEL_OF(syncwarp) KERNEL_OF(named_sync)
 KERNEL_OF(named_arrive) KERNEL_OF(shuffle) KERNEL_OF(ballot) KERNEL_OF(mma)
 KERNEL_OF(message) KERNEL_OF(poll) KERNEL_OF(last) KERNEL_OF(fence) KERNEL_OF(grid)
-KERNEL_OF(values) KERNEL_OF(count) KERNEL_OF(known) KERNEL_OF(registers)
+KERNEL_OF(values) KERNEL_OF(count) KERNEL_OF(late) KERNEL_OF(known) KERNEL_OF(registers)
 KERNEL_OF(ring) KERNEL_OF(proxy) KERNEL_OF(bulk_bounds) KERNEL_OF(shared)
 KERNEL_OF(global) KERNEL_OF(loads) KERNEL_OF(first) KERNEL_OF(second)
 
@@ -227,6 +227,8 @@ static const struct test_case cases[] = {
       "a store of four words not aligned"}},
     {"count", test_count, {6, 64, 0}, other_64, 384, run_once,
      {"the count taken as proof", "nobody counts", "a plain load"}},
+    {"late", test_late, {2, 1, 0}, first_only, 1, run_once,
+     {"the values never come"}},
     {"known", test_known, {6, 64, 0}, backwards_64, 768, run_once,
      {"barrier removed", "release made relaxed"}},
     {"registers", test_registers, {1, 384, 0}, same, 384, run_once,

@@ -664,6 +664,22 @@ KERNEL test_count(struct test a)
 }
 CPU_KERNEL(test_count, struct test)
 
+KERNEL test_late(struct test a)
+{
+    uint32_t *p = place_of(a, 0), busy = 0;
+    if (blockIdx.x == 1) {
+        for (int n = 0; n < 200000; n++)
+            busy += load_relaxed(p);
+        if (a.fault != 1)
+            store_relaxed(p, PROOF + (uint32_t)a.x[0] + busy);
+    } else {
+        while (!is_proven(load_relaxed(p)))
+            retry_values(p);
+        a.y[0] = (float)(load_relaxed(p) & 0xffff);
+    }
+}
+CPU_KERNEL(test_late, struct test)
+
 KERNEL test_known(struct test a)
 {
     unsigned t = threadIdx.x, other = blockIdx.x ^ 1;
