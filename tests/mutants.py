@@ -245,8 +245,9 @@ MUTANTS = [
     ("the newest key is taken as it is", "uint32_t wrong = any_stale(key, epoch) | any_stale(n->value[0], epoch)", "uint32_t wrong = any_stale(n->value[0], epoch)"),
     ("the newest values are taken as they are", "any_stale(key, epoch) | any_stale(n->value[0], epoch)\n                       | any_stale(n->value[1], epoch);", "any_stale(key, epoch);"),
     ("the newest values' second four are taken as they are", "\n                       | any_stale(n->value[1], epoch);", ";"),
-    ("the residual stream is taken as it is", "    while (stale(word, epoch)) {\n", "    while (0) {\n"),
-    ("the residual stream is asked once more and then taken", "    while (stale(word, epoch)) {\n", "    if (stale(word, epoch)) {\n"),
+    ("the residual stream is taken as it is", "start = spin_start(); stale(word, epoch);) {\n", "start = 0; 0 * start;) {\n"),
+    ("the residual stream is asked once more and then taken", "    for (uint64_t start = spin_start(); stale(word, epoch);) {\n",
+     "    uint64_t start = 0;\n    if (stale(word, epoch)) {\n"),
     ("an old residual is asked for at another row", "y.high += residual(a, now.high, row + pairs, epoch);", "y.high += residual(a, now.high, row, epoch);"),
     ("the norm's residuals carry no tag", "r.high = (uint32_t)a->x[row + pairs] << 16 | (epoch & EPOCH_BITS);", "r.high = (uint32_t)a->x[row + pairs] << 16;"),
     ("nobody waits for a hint", "if (lane_id() == 0) wait_hint(hint_of(a, kind, i), epoch * words);", ";"),
@@ -735,7 +736,7 @@ EIGHT = [
      "    float x[AT_ONCE]"),
     ("inputs of exceptions taken as they are",
      "            if (!wrong) break;\n"
-     "            retry_values(from);\n"
+     "            retry_values(from, start);\n"
      "        }\n"
      "    }\n"
      "    for (uint32_t j",

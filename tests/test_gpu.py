@@ -389,6 +389,25 @@ def hazard_a_process_ends_in_the_middle_of_a_step():
 
 
 # name of the check, environment, seconds that it may take
+NEVER_STORED = "    store_relaxed(words + column + half, tagged(y.high, epoch));\n"
+
+
+def hazard_values_that_never_come():
+    """With DEBUG=1 whoever asks for them gives up after two seconds."""
+    source = (tools.ROOT / "stages" / "stage7" / "kernels.cu").read_text(encoding="utf-8")
+    assert source.count(NEVER_STORED) == 1
+    with tempfile.NamedTemporaryFile("w", suffix=".cu") as kernels:
+        kernels.write(source.replace(NEVER_STORED, ""))
+        kernels.flush()
+        library = compiled("debug.so", "-O3", "-std=c++17", "-arch=native", "-DDEBUG_SPINS", kernels.name,
+                           str(tools.build("build/gpu/stage7/layer.o")))
+    started = time.monotonic()
+    with pytest.raises(Exception):
+        Handle("stage7", TINY, library=library).step(100)
+        torch.cuda.synchronize()
+    assert 1.5 < time.monotonic() - started < 30
+
+
 HAZARDS = [
     ("half_is_held_before", {}, 60), ("half_is_held_afterwards", {}, 60),
     ("first_step_beside_another_kernel", {"CUDA_MODULE_LOADING": "LAZY"}, 60),
@@ -399,7 +418,7 @@ TOGETHER = [   # to these it is all the same what else the GPU does
     ("a_million_steps", {}, 150), ("another_process_is_killed_in_a_step", {}, 120),
     ("numbers", {"LAYERS_ON": "gpu"}, 150), ("counters_that_wrap", {}, 120), ("graphs", {}, 60),
     ("plain_steps", {"CUDA_LAUNCH_BLOCKING": "1"}, 60),
-    ("a_cache_of_more_than_2_to_the_31_elements", {}, 90), ("a_process_ends_in_the_middle_of_a_step", {}, 60),
+    ("a_cache_of_more_than_2_to_the_31_elements", {}, 90), ("values_that_never_come", {}, 120), ("a_process_ends_in_the_middle_of_a_step", {}, 60),
 ]
 
 

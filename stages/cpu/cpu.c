@@ -658,8 +658,9 @@ void cpu_yield(void)
     pause_thread();
 }
 static void no_progress(void);
-void retry_values(const uint32_t *p)
+void retry_values(const uint32_t *p, uint64_t start)
 {
+    (void)start;
     self->asked = p;
     self->asked_at = n_moves;
     make_ready(self);

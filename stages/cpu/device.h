@@ -195,7 +195,8 @@ static inline void add_in_block(uint32_t *p, uint32_t v) { cpu_add_in_block(p, v
 /* twin: relaxed values */
 unsigned cpu_below(unsigned n);
 void cpu_misaligned(const void *p);
-void retry_values(const uint32_t *p);
+void retry_values(const uint32_t *p, uint64_t start);
+static inline uint64_t spin_start(void) { return 0; }   // deadlocks are seen without
 static inline bits128 load_relaxed_4(const uint32_t *p)
 {
     bits128 x;

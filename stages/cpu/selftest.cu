@@ -228,7 +228,44 @@ DEVICE void wait_hint(const uint32_t *p, uint32_t v)
     for (int i = 0; i < HINT_POLLS && (int32_t)(load_relaxed(p) - v) < 0; i++)
         ;
 }
-DEVICE void retry_values(const uint32_t *p) { (void)p; } // p has no proof yet
+
+#ifdef DEBUG_SPINS
+/* PTX: spins that end */
+#ifndef SPIN_LIMIT
+#define SPIN_LIMIT 2000000000ull // ns
+#include <stdio.h>
+DEVICE uint64_t spin_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __noinline__ void spin_failed(const char *what, const void *p,
+                                                uint32_t wanted, uint32_t found)
+{
+    printf("block %u thread %u waits for %s at %p: wanted %u, found %u\n",
+           blockIdx.x, threadIdx.x, what, p, wanted, found);
+    asm volatile("trap;");
+}
+#endif
+
+DEVICE uint64_t spin_start(void) { return spin_ns(); }
+static __device__ __noinline__ void values_failed(const void *p)
+{
+    printf("block %u thread %u waits with its warp for the proof of values at %p\n",
+           blockIdx.x, threadIdx.x, p);
+    asm volatile("trap;");
+}
+DEVICE void retry_values(const uint32_t *p, uint64_t start)
+{
+    if (spin_ns() - start > SPIN_LIMIT)
+        values_failed(p);
+}
+#else
+DEVICE uint64_t spin_start(void) { return 0; }
+DEVICE void retry_values(const uint32_t *p, uint64_t start) { (void)p, (void)start; }
+#endif
 
 /* PTX: mbarriers */
 #ifdef DEBUG_SPINS
@@ -627,8 +664,9 @@ DEVICE int is_done(struct test a, bits128 four)
 DEVICE float ask(struct test a, const uint32_t *p)
 {
     bits128 four = load_relaxed_4(p);
+    uint64_t start = spin_start();
     while (ballot((int)!is_done(a, four))) {
-        retry_values(p);
+        retry_values(p, start);
         four = load_relaxed_4(p);
     }
     return value(four);
@@ -655,8 +693,9 @@ KERNEL test_count(struct test a)
     if (threadIdx.x == 0 && a.fault != 2)
         count_relaxed(a.u + blockIdx.x, 1);
     wait_hint(theirs, 1);
+    uint64_t start = spin_start();
     while (a.fault && load_relaxed(theirs) == 0)
-        retry_values(theirs);
+        retry_values(theirs, start);
     if (a.fault == 3)
         a.y[i] = value(load_16(p));
     else
@@ -673,8 +712,9 @@ KERNEL test_late(struct test a)
         if (a.fault != 1)
             store_relaxed(p, PROOF + (uint32_t)a.x[0] + busy);
     } else {
+        uint64_t start = spin_start();
         while (!is_proven(load_relaxed(p)))
-            retry_values(p);
+            retry_values(p, start);
         a.y[0] = (float)(load_relaxed(p) & 0xffff);
     }
 }

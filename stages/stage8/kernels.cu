@@ -245,7 +245,44 @@ DEVICE void wait_hint(const uint32_t *p, uint32_t v)
     for (int i = 0; i < HINT_POLLS && (int32_t)(load_relaxed(p) - v) < 0; i++)
         ;
 }
-DEVICE void retry_values(const uint32_t *p) { (void)p; } // p has no proof yet
+
+#ifdef DEBUG_SPINS
+/* PTX: spins that end */
+#ifndef SPIN_LIMIT
+#define SPIN_LIMIT 2000000000ull // ns
+#include <stdio.h>
+DEVICE uint64_t spin_ns(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+static __device__ __noinline__ void spin_failed(const char *what, const void *p,
+                                                uint32_t wanted, uint32_t found)
+{
+    printf("block %u thread %u waits for %s at %p: wanted %u, found %u\n",
+           blockIdx.x, threadIdx.x, what, p, wanted, found);
+    asm volatile("trap;");
+}
+#endif
+
+DEVICE uint64_t spin_start(void) { return spin_ns(); }
+static __device__ __noinline__ void values_failed(const void *p)
+{
+    printf("block %u thread %u waits with its warp for the proof of values at %p\n",
+           blockIdx.x, threadIdx.x, p);
+    asm volatile("trap;");
+}
+DEVICE void retry_values(const uint32_t *p, uint64_t start)
+{
+    if (spin_ns() - start > SPIN_LIMIT)
+        values_failed(p);
+}
+#else
+DEVICE uint64_t spin_start(void) { return 0; }
+DEVICE void retry_values(const uint32_t *p, uint64_t start) { (void)p, (void)start; }
+#endif
 
 /* PTX: prefetch */
 DEVICE void prefetch(const void *p)
@@ -1022,7 +1059,7 @@ DEVICE void split_pair(float x, float y, uint32_t *hi, uint32_t *lo)
 
 DEVICE void take_values(float *x, const uint32_t *from, int live, uint32_t epoch)
 {
-    for (;;) {
+    for (uint64_t start = spin_start();;) {
         bits128 w[4][2];
         uint32_t wrong = 0;
         for (int i = 0; i < 4; i++)
@@ -1037,7 +1074,7 @@ DEVICE void take_values(float *x, const uint32_t *from, int live, uint32_t epoch
                     x[8 * i + 4 * j + k] = i < live ? value_of(w[i][j].v[k]) : 0;
             }
         if (!any_lane(wrong)) return;
-        retry_values(from);
+        retry_values(from, start);
     }
 }
 
@@ -1320,13 +1357,13 @@ DEVICE void add_exceptions(const struct layer_args *a, struct fix *f, int phase,
         /* packed: take the values that exceptions meet */
         const uint32_t *from = (phase == OUT ? a->attended : phase == DOWN ? a->act : a->x1)
                              + first;
-        for (;;) {
+        for (uint64_t start = spin_start();;) {
             uint32_t word[AT_ONCE], wrong = 0;
             for (int j = 0; j < AT_ONCE; j++) word[j] = load_relaxed(from + (one[j] >> 16));
             for (int j = 0; j < AT_ONCE; j++)
                 wrong |= stale(word[j], epoch), x[j] = value_of(word[j]);
             if (!wrong) break;
-            retry_values(from);
+            retry_values(from, start);
         }
     }
     for (uint32_t j = 0; j < AT_ONCE; j++) {
@@ -1616,8 +1653,8 @@ DEVICE struct residuals fetch_residuals(const struct layer_args *a, int phase, i
 DEVICE float residual(const struct layer_args *a, uint32_t word, int row,
                       uint32_t epoch)
 {
-    while (stale(word, epoch)) {
-        retry_values(a->x1 + row);
+    for (uint64_t start = spin_start(); stale(word, epoch);) {
+        retry_values(a->x1 + row, start);
         word = load_relaxed(a->x1 + row);
     }
     return value_of(word);
@@ -1691,7 +1728,7 @@ DEVICE void take_queries(const struct layer_args *a, uint32_t q[8][4], int group
         wait_hint(hint_of(a, HINT_Q, first_head(a, group) + lane_id()),
                   epoch * (uint32_t)hd);
     __syncwarp();
-    for (;;) {
+    for (uint64_t start = spin_start();;) {
         bits128 w[4][2];
         uint32_t wrong = 0;
         for (int m = 0; m < hd / 32; m++)
@@ -1701,7 +1738,7 @@ DEVICE void take_queries(const struct layer_args *a, uint32_t q[8][4], int group
             split_query(q + 2 * m, w[m]);
         }
         if (!any_lane(wrong)) return;
-        retry_values(from);
+        retry_values(from, start);
     }
 }
 
@@ -1876,7 +1913,7 @@ DEVICE void take_part(const struct layer_args *a, struct part *p, int unit, int 
                       int at, int side, uint32_t epoch)
 {
     const uint32_t *from = a->unit_sum + (int64_t)unit * HEADS * a->hd + at;
-    for (;;) {
+    for (uint64_t start = spin_start();;) {
         uint32_t max = load_relaxed(a->unit_max + unit * HEADS + head);
         uint32_t weight = load_relaxed(a->unit_weight + unit * HEADS + head);
         p->sum[0] = load_relaxed_4(from);
@@ -1885,7 +1922,7 @@ DEVICE void take_part(const struct layer_args *a, struct part *p, int unit, int 
                        | any_stale(p->sum[0], epoch) | any_stale(p->sum[1], epoch);
         p->max = value_of(max), p->weight = value_of(weight);
         if (!any_lane(wrong)) return;
-        retry_values(from);
+        retry_values(from, start);
     }
 }
 
@@ -1918,7 +1955,7 @@ DEVICE void take_newest(const struct layer_args *a, struct newest *n, int group,
     if (lane_id() == 0)
         wait_hint(hint_of(a, HINT_ROW, kv), epoch * 2 * (uint32_t)a->hd);
     __syncwarp();
-    for (;;) {
+    for (uint64_t start = spin_start();;) {
         bits128 key = load_relaxed_4(k);
         n->value[0] = load_relaxed_4(v);
         n->value[1] = a->hd == 128 ? load_relaxed_4(v + 4 * side) : n->value[0];
@@ -1928,7 +1965,7 @@ DEVICE void take_newest(const struct layer_args *a, struct newest *n, int group,
         for (int j = 0; j < 4; j++)
             dot = fmaf(value_of(query.v[j]), value_of(key.v[j]), dot);
         if (!any_lane(wrong)) break;
-        retry_values(v);
+        retry_values(v, start);
     }
     for (int m = a->hd / 8; m; m /= 2) dot += shfl_xor_f32(dot, m);
     n->score = dot * a->score_scale * LOG2_E;
