@@ -388,7 +388,6 @@ def hazard_a_process_ends_in_the_middle_of_a_step():
     assert (done.returncode, done.stdout) == (0, "left\n")
 
 
-# name of the check, environment, seconds that it may take
 NEVER_STORED = "    store_relaxed(words + column + half, tagged(y.high, epoch));\n"
 
 
@@ -408,6 +407,7 @@ def hazard_values_that_never_come():
     assert 1.5 < time.monotonic() - started < 30
 
 
+# name of the check, environment, seconds that it may take
 HAZARDS = [
     ("half_is_held_before", {}, 60), ("half_is_held_afterwards", {}, 60),
     ("first_step_beside_another_kernel", {"CUDA_MODULE_LOADING": "LAZY"}, 60),
@@ -418,7 +418,8 @@ TOGETHER = [   # to these it is all the same what else the GPU does
     ("a_million_steps", {}, 150), ("another_process_is_killed_in_a_step", {}, 120),
     ("numbers", {"LAYERS_ON": "gpu"}, 150), ("counters_that_wrap", {}, 120), ("graphs", {}, 60),
     ("plain_steps", {"CUDA_LAUNCH_BLOCKING": "1"}, 60),
-    ("a_cache_of_more_than_2_to_the_31_elements", {}, 90), ("values_that_never_come", {}, 120), ("a_process_ends_in_the_middle_of_a_step", {}, 60),
+    ("a_cache_of_more_than_2_to_the_31_elements", {}, 90), ("values_that_never_come", {}, 120),
+    ("a_process_ends_in_the_middle_of_a_step", {}, 60),
 ]
 
 
