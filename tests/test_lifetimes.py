@@ -1,9 +1,11 @@
 """What becomes of a layer: built and torn down a thousand times, failing half-way, left behind at
 the end, and after so many steps that its counters wrap; on the CPU target."""
 import ctypes
+import math
 import os
 import random
 import re
+import subprocess
 import sys
 
 import pytest
@@ -109,6 +111,92 @@ def test_steps_that_are_queued_keep_their_parameters(stage):
         assert call(all.handle, xs[i].data_ptr(), where, outs[i].data_ptr(), None) == 0
     layers.synchronize(all.lib)
     assert not any(ref.differing(out.cpu(), right) for out, right in zip(outs, expected))
+
+
+# ------------------------------------------------------------------------- values that carry their step
+
+TAGS = r"""   /* in bits: as a float's argument a NaN may become another one */
+#include KERNELS
+uint32_t handed_on(uint32_t bits, uint32_t epoch);
+uint32_t handed_on(uint32_t bits, uint32_t epoch) { return f32_bits(value_of(tagged(bits_f32(bits), epoch))); }
+int is_of_step(uint32_t bits, uint32_t epoch, uint32_t other);
+int is_of_step(uint32_t bits, uint32_t epoch, uint32_t other) { return !stale(tagged(bits_f32(bits), epoch), other); }
+"""
+EPOCHS = [0, 1, 7, 15, 16, 2**31 - 1, 2**32 - 16, 2**32 - 1]
+SPECIAL = [0x7f800000, 0xff800000, 0x00000000, 0x80000000, 0x3f800001, 0x0000000f, 0x7f7fffff,
+           0x7fc00000, 0xffc00000, 0x7f800001, 0xff80000f, 0x7fffffff, 0x7f800010]      # from the eighth on NaN
+
+
+@pytest.mark.parametrize("stage", ["stage7", "stage8"])
+def test_a_value_with_its_step_is_the_value_but_for_four_bits(stage, tmp_path):
+    kernels = tools.ROOT / "stages" / stage / "kernels.cu"
+    (tmp_path / "tags.c").write_text(TAGS, encoding="utf-8")
+    subprocess.run(["gcc", "-std=c11", "-w", "-O2", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-I",
+                    str(tools.ROOT / "stages" / "cpu"), "-I", str(kernels.parent), f'-DKERNELS="{kernels}"', "-o",
+                    str(tmp_path / "tags.so"), str(tmp_path / "tags.c"),
+                    str(tools.build("build/cpu/plain/cpu/cpu.o")), "-lm"], check=True)
+    lib = ctypes.CDLL(str(tmp_path / "tags.so"))
+    lib.handed_on.restype = ctypes.c_uint32
+    lib.handed_on.argtypes = (ctypes.c_uint32,) * 2
+    lib.is_of_step.argtypes = (ctypes.c_uint32,) * 3
+
+    def is_nan(bits):
+        return bits & 0x7fffffff > 0x7f800000
+    random.seed(3)
+    for bits in [*SPECIAL, *(random.getrandbits(32) for _ in range(500))]:
+        for epoch in EPOCHS:
+            found = lib.handed_on(bits, epoch)
+            assert is_nan(found) if is_nan(bits) else found == bits & ~15, (hex(bits), hex(found))
+            assert lib.is_of_step(bits, epoch, epoch) and lib.is_of_step(bits, epoch, (epoch + 16) % 2**32)
+            assert not any(lib.is_of_step(bits, epoch, (epoch + n) % 2**32) for n in range(1, 16)), hex(bits)
+
+
+def refuse_on_the_device(layer, times):
+    """Positions that the kernel finds out of range: each gives NaN."""
+    for i in range(times):
+        pos = (-1, SMALL.max_seq_len, 2**40)[i % 3]
+        assert bool(layer.step(ref.make_x(SMALL, 1, 3), pos, on_device=True).isnan().all())
+
+
+def refuse_by_the_host(layer, times):
+    for i in range(times):
+        assert layer.lib.layer_step(layer.handle, layer.x.data_ptr(), (-1, SMALL.max_seq_len)[i % 2],
+                                    layer.out.data_ptr(), None) == layers.BAD_POSITION
+
+
+def fail_to_launch(layer, times):
+    for i in range(times):
+        layer.lib.cpu_fail_call(1 + i % 2)
+        status = layer.lib.layer_step(layer.handle, layer.x.data_ptr(), 130, layer.out.data_ptr(), None)
+        layer.lib.cpu_fail_call(0)
+        assert status == layers.CUDA_FAILED
+
+
+@pytest.mark.parametrize("fail", [refuse_on_the_device, refuse_by_the_host, fail_to_launch])
+@pytest.mark.parametrize("stage", ["stage7", "stage8"])
+def test_no_step_takes_words_of_an_older_one_for_its_own(stage, fail):
+    """However many steps have failed since: if they counted, after fifteen the old words would carry the
+    new step's tag. Each step has another input at another position, so that old words are wrong."""
+    weights, cache = drawn()
+    old, new = Layer(stage, SMALL, weights, cache), Layer(stage, SMALL, weights, cache)
+    for pos, times in zip((60, 131, 97, 40, 128, 70), (0, 15, 1, 16, 14, 31)):
+        fail(old, times)
+        x = ref.make_x(SMALL, 1, pos)
+        assert ref.differing(old.step(x, pos), new.step(x, pos)) == 0, (pos, times)
+    assert all(ref.differing(a, b) == 0 for a, b in zip(old.caches(), new.caches()))
+
+
+@pytest.mark.parametrize("stage", ["stage7", "stage8"])
+def test_what_is_not_a_number_does_not_stay_in_the_words(stage):
+    """Steps whose every value is NaN, one or as many as there are tags, and one of numbers behind them."""
+    weights, cache = drawn()
+    old, new = Layer(stage, SMALL, weights, cache), Layer(stage, SMALL, weights, cache)
+    bad = torch.full((1, SMALL.d), math.nan, dtype=torch.bfloat16)
+    for pos, times in ((100, 1), (50, 16)):
+        for _ in range(times):
+            assert bool(old.step(bad, pos).isnan().all())
+        x = ref.make_x(SMALL, 1, pos)
+        assert ref.differing(old.step(x, pos), new.step(x, pos)) == 0, pos
 
 
 # ------------------------------------------------------------------------- dependent launches
