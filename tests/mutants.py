@@ -632,6 +632,8 @@ HOST_7 = [
     ("an octet of heads begun is left out", "(int32_t)((rep + HEADS - 1) / HEADS)", "(int32_t)(rep > HEADS ? rep / HEADS : 1)"),
     ("chunks of queries by all of Q, K and V", "cut_product(g->p + ATTEND, c->d, q / 2, blocks);", "cut_product(g->p + ATTEND, c->d, 0, blocks);"),
     ("half of the splits", "g->splits = 1 << g->bits;", "g->splits = 1 << g->bits >> 1;"),
+    ("as many halves under way as there are slots", "if (most > slots - 1) most = slots - 1;",
+     "if (most > slots) most = slots;"),
     ("no copy may be under way", "return (int32_t)(most < 1 ? 1 : most);", "return 0;"),
     ("launched as any kernel, not all blocks at once", "together = { .cooperative = 1 }", "together = { .cooperative = 0 }"),
     ("a failed launch is not reported", "|| cudaGraphLaunch(l->exec, stream) ?", "|| (cudaGraphLaunch(l->exec, stream), 0) ?"),
@@ -779,11 +781,9 @@ EIGHT = [
 REASONS = {
     **dict.fromkeys(("nobody waits for a hint", "words are hinted at twice", "a warp's slices end with its piece"),
         "a hint saves loads and proves nothing: every word is asked for its own step"),
-    "any number of copies under way":
-        "a copy waits for its slot to be empty first, so the slots bound them; the limit is one of pace",
     **dict.fromkeys(("tiles begin before there is room", "tiles are over before the slot after them is free"),
-        "of as many halves as there are slots one at least has arrived before the next is copied (open_halves; "
-        "test_shapes.py), the oldest: its mbarrier is in the phase that is waited for, room or not"),
+        "fewer halves are under way than there are slots (open_halves; test_shapes.py), so what was in the slot "
+        "before has arrived: the parity that is waited for is not that of the lap before last, room or not"),
     "nothing is touched before it is needed":
         "it brings weights of the norm nearer, and changes no bit",
     **dict.fromkeys(("the residual stream is taken as it is", "the residual stream is asked once more and then taken",
